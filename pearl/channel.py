@@ -1,0 +1,130 @@
+"""Messages between processes: ZeroMQ sockets that carry msgspec structs, and waits that always end.
+
+Owns framing, addresses and deadlines. It does not know what a message means: both ends are told the union of types they
+may receive, and anything else is dropped and counted (`rejected`), never raised into a loop.
+Invariant: no call blocks longer than the timeout it was given; sending never blocks (a peer that does not read loses its
+queue at `HIGH_WATER` messages, which raises `ChannelError` naming the peer).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import zmq
+
+HIGH_WATER = 100_000
+"""Messages queued for one peer before sending to it is an error."""
+
+
+class ChannelError(RuntimeError):
+    """A peer could not be reached or did not answer within a named time."""
+
+
+class Server:
+    """The bound end (ROUTER): many named peers, each reached by the name under which it connected.
+
+    `address` may end in ":0" or ":*" for a free TCP port; the real one is in `.address` afterwards. A message to a peer that
+    is not connected raises ChannelError.
+    """
+
+    def __init__(self, context: zmq.Context, address: str, receives: Any) -> None:
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.set(zmq.SNDHWM, HIGH_WATER)
+        self.socket.set(zmq.RCVHWM, HIGH_WATER)
+        self.socket.set(zmq.ROUTER_MANDATORY, 1)
+        self.socket.set(zmq.ROUTER_HANDOVER, 1)
+        self.socket.bind(address.removesuffix(":0") + ":*" if address.endswith(":0") else address)
+        self.address: str = self.socket.get_string(zmq.LAST_ENDPOINT)
+        self.rejected = 0
+        self._decoder = msgspec.msgpack.Decoder(receives)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, peer: str, message: Any) -> None:
+        """Queues a message for a peer; ChannelError if it is unknown or its queue is full."""
+        try:
+            self.socket.send_multipart([peer.encode(), self._encoder.encode(message)], zmq.NOBLOCK)
+        except (zmq.Again, zmq.ZMQError) as error:
+            raise ChannelError(f"peer {peer!r} cannot be reached: {error}") from None
+
+    def receive(self) -> list[tuple[str, Any]]:
+        """Everything that has arrived, as (peer, message); never waits."""
+        messages = []
+        while (frames := _receive_now(self.socket)) is not None:
+            try:
+                messages.append((frames[0].decode(), self._decoder.decode(frames[-1])))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                self.rejected += 1
+        return messages
+
+    def close(self) -> None:
+        self.socket.close(0)
+
+
+class Client:
+    """The connecting end (DEALER), known to the server as `name`."""
+
+    def __init__(self, context: zmq.Context, address: str, name: str, receives: Any) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.set(zmq.LINGER, 1000)
+        self.socket.set(zmq.SNDHWM, HIGH_WATER)
+        self.socket.set(zmq.RCVHWM, HIGH_WATER)
+        self.socket.set(zmq.IDENTITY, name.encode())
+        self.socket.connect(address)
+        self.name = name
+        self.rejected = 0
+        self._decoder = msgspec.msgpack.Decoder(receives)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, message: Any) -> None:
+        """Queues a message for the server; ChannelError if the queue is full."""
+        self.send_encoded(self._encoder.encode(message))
+
+    def send_encoded(self, payload: bytes) -> None:
+        """Queues a message that is already encoded (by another thread)."""
+        try:
+            self.socket.send(payload, zmq.NOBLOCK)
+        except zmq.Again:
+            raise ChannelError(f"{self.name!r}: {HIGH_WATER} messages are queued, the server does not read") from None
+
+    def receive(self) -> list[Any]:
+        """Everything that has arrived; never waits."""
+        messages = []
+        while (frames := _receive_now(self.socket)) is not None:
+            try:
+                messages.append(self._decoder.decode(frames[-1]))
+            except msgspec.DecodeError:
+                self.rejected += 1
+        return messages
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def wait(ends: Iterable[Server | Client | zmq.Socket], timeout_s: float) -> bool:
+    """Waits until one of the ends has something to receive; False if `timeout_s` passed first."""
+    poller = zmq.Poller()
+    for end in ends:
+        poller.register(end if isinstance(end, zmq.Socket) else end.socket, zmq.POLLIN)
+    return bool(poller.poll(max(0.0, timeout_s) * 1000))
+
+
+def wait_until(ends: Iterable[Server | Client], ready: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Waits in slices until `ready()` (which receives from the ends) holds; ChannelError names `what` after `timeout_s`."""
+    ends = list(ends)
+    deadline = time.monotonic() + timeout_s
+    while not ready():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise ChannelError(f"waited {timeout_s:g} s for {what}")
+        wait(ends, min(left, 0.2))
+
+
+def _receive_now(socket: zmq.Socket) -> list[bytes] | None:
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None

@@ -1,0 +1,277 @@
+"""What a job is told: composed frozen dataclasses, and checks that run before any process starts.
+
+A recipe (`pearl/rl/recipes/`) returns a Config, `overrides.py` applies `--set`, and `resolve` refuses what is impossible in
+this world, with the nearest valid sizes. Nothing mutates a Config.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from pearl.protocol import Role, SamplingParams
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One inference engine. Sizes: `block_size` in tokens, `max_batch_tokens` tokens per step, `max_num_seqs` requests.
+
+    `model` is a Hugging Face folder or a ModelConfig. `num_blocks=None` sizes the pool from memory (`kv_memory_fraction` of
+    what is free). `kv_fill` poisons the pool in tests (nan). `load_format="dummy"` gives random weights.
+    """
+
+    model: Any = None
+    dtype: str = "bfloat16"
+    kernels: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_memory_fraction: float = 0.85
+    kv_fill: float | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_batch_tokens: int = 2048
+    enable_prefix_cache: bool = True
+    device: str = "auto"
+    role: Role = Role.MIXED
+    decode_prefill_tokens: int = 256
+    tensor_parallel: int = 1
+    seed: int = 0
+    deterministic: bool = False
+    load_format: Literal["auto", "dummy"] = "auto"
+
+    def __post_init__(self) -> None:
+        sizes = ("block_size", "max_num_seqs", "max_batch_tokens", "decode_prefill_tokens", "tensor_parallel")
+        at_least(self, "engine", 1, *sizes)
+        one_of("engine.dtype", self.dtype, DTYPES)
+        one_of("engine.kernels", self.kernels, ("auto", "reference"))
+        one_of("engine.load_format", self.load_format, ("auto", "dummy"))
+        if self.num_blocks is not None and self.num_blocks < 1:
+            raise ValueError(f"engine.num_blocks={self.num_blocks}: must be None or >= 1")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"engine.max_model_len={self.max_model_len}: must be None or >= 2")
+        if not 0 < self.kv_memory_fraction <= 1:
+            raise ValueError(f"engine.kv_memory_fraction={self.kv_memory_fraction}: must be in (0, 1]")
+        if self.tensor_parallel != 1:
+            raise ValueError(f"engine.tensor_parallel={self.tensor_parallel}: this release serves 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """Where the policy comes from: `path` (a Hugging Face folder), or random init of the given sizes when `path` is None.
+
+    The random one is a small Qwen3 whose tokenizer knows the environment's words; its folder is written into the run.
+    """
+
+    path: str | None = None
+    hidden_size: int = 64
+    intermediate_size: int = 192
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    max_position: int = 512
+
+    def __post_init__(self) -> None:
+        sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_position")
+        at_least(self, "model", 1, *sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvOptions:
+    """Which environment, and the keyword arguments (`options`) its constructor gets. Times in seconds."""
+
+    name: str = "frozen_lake"
+    options: dict[str, Any] = field(default_factory=dict)
+    max_turns: int = 8
+    workers: int = 1
+    timeout_s: float = 30.0
+    retries: int = 1
+
+    def __post_init__(self) -> None:
+        at_least(self, "env", 1, "max_turns", "workers")
+        at_least(self, "env", 0, "retries")
+        above_zero(self, "env", "timeout_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutOptions:
+    """How the policy plays. `max_tokens` is per turn; `request_timeout_s` bounds the silence on a request being served."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 16
+    request_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        above_zero(self, "rollout", "request_timeout_s")
+        try:
+            SamplingParams(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, max_tokens=self.max_tokens)
+        except ValueError as error:
+            raise ValueError(f"rollout.{error}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmOptions:
+    """GRPO: clip range [1-clip_low, 1+clip_high], KL to the reference (`exact`: full vocabulary, `k3`: unclamped estimator)."""
+
+    name: Literal["grpo"] = "grpo"
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    normalize_std: bool = True
+    kl_coef: float = 0.0
+    kl_estimator: Literal["exact", "k3"] = "exact"
+    entropy_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        one_of("algorithm.name", self.name, ("grpo",))
+        one_of("algorithm.kl_estimator", self.kl_estimator, ("exact", "k3"))
+        at_least(self, "algorithm", 0, "clip_low", "clip_high", "kl_coef")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerOptions:
+    """AdamW. One schedule step per RL step (not per update). `mini_batch_size` trajectories per optimizer update."""
+
+    lr: float = 1e-3
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    mini_batch_size: int = 32
+    micro_batch_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        one_of("optimizer.schedule", self.schedule, ("constant", "linear", "cosine"))
+        above_zero(self, "optimizer", "lr", "max_grad_norm", "eps")
+        at_least(self, "optimizer", 1, "mini_batch_size", "micro_batch_tokens")
+        at_least(self, "optimizer", 0, "warmup_steps", "weight_decay")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupOptions:
+    """Supervised steps on the environment's own random valid play before RL, so that the format is known. 0 steps: none."""
+
+    steps: int = 0
+    episodes: int = 16
+    lr: float = 2e-3
+
+    def __post_init__(self) -> None:
+        at_least(self, "warmup", 0, "steps")
+        at_least(self, "warmup", 1, "episodes")
+        above_zero(self, "warmup", "lr")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Every wait of the job has one of these, in seconds, and its error names it."""
+
+    start_s: float = 120.0
+    heartbeat_s: float = 5.0
+    silence_s: float = 60.0
+    command_s: float = 600.0
+    stop_s: float = 8.0
+
+    def __post_init__(self) -> None:
+        above_zero(self, "timeouts", "start_s", "heartbeat_s", "silence_s", "command_s", "stop_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A whole job. `rollout_batch_size` counts trajectories of one step, `group_size` siblings of one start state.
+
+    `max_staleness` counts weight versions between a trajectory's oldest token and the update that trains on it; 0 is
+    synchronous. `save_steps` and `eval_steps`: every so many steps, 0 for never (the final policy is always saved).
+    """
+
+    recipe: str = ""
+    seed: int = 0
+    output_dir: str = "runs"
+    rollout_batch_size: int = 128
+    group_size: int = 8
+    max_staleness: int = 0
+    max_steps: int = 100
+    save_steps: int = 0
+    eval_steps: int = 0
+    eval_episodes: int = 64
+    model: ModelOptions = field(default_factory=ModelOptions)
+    env: EnvOptions = field(default_factory=EnvOptions)
+    rollout: RolloutOptions = field(default_factory=RolloutOptions)
+    algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    warmup: WarmupOptions = field(default_factory=WarmupOptions)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+    def __post_init__(self) -> None:
+        at_least(self, "", 1, "rollout_batch_size", "max_steps", "eval_episodes")
+        at_least(self, "", 2, "group_size")
+        above_zero(self.rollout, "rollout", "temperature")
+        at_least(self, "", 0, "seed", "max_staleness", "save_steps", "eval_steps")
+
+
+def one_of(name: str, value: object, valid: tuple) -> None:
+    """ValueError unless `value` is one of `valid`."""
+    if value not in valid:
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(str, valid))}")
+
+
+def at_least(section: Any, prefix: str, low: int, *names: str) -> None:
+    """ValueError for the first of these fields of `section` that is below `low` or not a finite number."""
+    for name in names:
+        value = getattr(section, name)
+        if not math.isfinite(value) or value < low:
+            raise ValueError(f"{prefix + '.' if prefix else ''}{name}={value}: must be >= {low}")
+
+
+def above_zero(section: Any, prefix: str, *names: str) -> None:
+    """ValueError for the first of these fields of `section` that is not a finite number above 0."""
+    for name in names:
+        value = getattr(section, name)
+        if not math.isfinite(value) or value <= 0:
+            raise ValueError(f"{prefix + '.' if prefix else ''}{name}={value}: must be > 0")
+
+
+def nearest_multiples(value: int, of: int) -> str:
+    """'96 or 128': the multiples of `of` around `value`, for error messages."""
+    below, above = value // of * of, -(-value // of) * of
+    return f"{below} or {above}" if 0 < below != above else str(above)
+
+
+def resolve(config: Config, world: int) -> Config:
+    """Checks what depends on several fields and on the number of ranks; returns the Config the job runs with."""
+    c = config
+    if world != 1:
+        raise ValueError(f"nproc_per_node={world}: this release trains and serves on one rank; use 1")
+    if c.rollout_batch_size % c.group_size:
+        valid = nearest_multiples(c.rollout_batch_size, c.group_size)
+        sizes = f"rollout_batch_size={c.rollout_batch_size}: must be a multiple of group_size={c.group_size}"
+        raise ValueError(f"{sizes}, e.g. {valid}")
+    if c.rollout_batch_size % c.optimizer.mini_batch_size:
+        divisors = [n for n in range(1, c.rollout_batch_size + 1) if c.rollout_batch_size % n == 0]
+        raise ValueError(
+            f"optimizer.mini_batch_size={c.optimizer.mini_batch_size}: must divide rollout_batch_size="
+            f"{c.rollout_batch_size}; valid: {', '.join(map(str, divisors))}"
+        )
+    if c.model.path is not None and not (Path(c.model.path) / "config.json").is_file():
+        raise ValueError(f"model.path={c.model.path!r}: not a Hugging Face model folder (no config.json)")
+    return c
+
+
+def to_json(config: Config) -> str:
+    """The whole configuration as JSON, as written to a run's `config.json`."""
+    return msgspec.json.format(msgspec.json.encode(config)).decode()
+
+
+def from_json(text: str | bytes) -> Config:
+    """Reads what `to_json` wrote."""
+    return msgspec.json.decode(text, type=Config)

@@ -1,0 +1,275 @@
+"""Who holds which KV block: the pool's books.
+
+Owns block tables' contents, reference counts, leases and the free list; knows no tensors, no clock, no scheduling policy.
+Conservation law: every block is exactly one of free, cached (content kept, held by nobody), owned (in at least one block
+table) or leased only (held by a lease after its last owner left): free + cached + owned + leased_only = pool. A full block
+whose content is cached may be in several tables; it is never written again. Block tables only grow at their end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pearl.engine import prefix_cache
+from pearl.engine.prefix_cache import Parent, PrefixCache, Root
+from pearl.engine.request import Request
+
+
+class BlockManager:
+    """A pool of `num_blocks` blocks of `block_size` tokens."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_cache: bool = True) -> None:
+        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be >= 1")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_cache = enable_prefix_cache
+        self.cache = PrefixCache()
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._refs = [0] * num_blocks
+        self._lease_counts: dict[int, int] = {}
+        self._leases: dict[int, tuple[int, ...]] = {}
+        self._next_lease = 0
+        self._num_used = 0
+        self._registered: dict[str, tuple[int, Parent]] = {}
+
+    # ------------------------------------------------------------------------------------------------ counts
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without owner, lease or cached content."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that hold cached content and that nobody holds."""
+        return self.cache.num_evictable
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out now."""
+        return len(self._free) + self.cache.num_evictable
+
+    @property
+    def num_used(self) -> int:
+        return self._num_used
+
+    @property
+    def num_leased(self) -> int:
+        """Blocks that only a lease holds."""
+        return sum(1 for block_id in self._lease_counts if not self._refs[block_id])
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def fits_ever(self, num_tokens: int) -> bool:
+        """Whether the whole pool could hold this many tokens of one request."""
+        return num_tokens <= self.num_slots
+
+    def num_missing(self, request: Request, num_tokens: int) -> int:
+        """Blocks to append before `num_tokens` tokens fit the request's table."""
+        return max(0, self.blocks_for(num_tokens) - len(request.block_table))
+
+    # ------------------------------------------------------------------------------------------------ owners
+
+    def match_prefix(self, request: Request, weight_version: int) -> int:
+        """Attaches the cached full blocks that the request starts with to its empty table; returns their tokens.
+
+        At least the last token is left to compute, and with prompt log-probs every position whose log-prob is still missing.
+        Sets the computed, written and (before any pre-emption) the cached token counts.
+        """
+        if request.block_table:
+            raise RuntimeError(f"request {request.request_id!r} already holds blocks {request.block_table}")
+        root: Root = (weight_version, request.cache_salt)
+        hits: list[int] = []
+        parent: Parent = root
+        if self.enable_prefix_cache:
+            for index in range(self._most_cacheable(request) // self.block_size):
+                entry = self.cache.find(self._hash(request, index, root), parent, self._ids(request, index))
+                if entry is None:
+                    break
+                hits.append(entry.block_id)
+                parent = entry.entry_id
+        for block_id in hits:
+            self._hold(block_id)
+        request.block_table.extend(hits)
+        if hits:
+            self._registered[request.request_id] = (len(hits), parent)
+        num_tokens = len(hits) * self.block_size
+        request.num_computed_tokens = request.num_written_tokens = num_tokens
+        if not request.num_preemptions:
+            request.num_cached_tokens = num_tokens
+        return num_tokens
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Appends blocks until `num_tokens` tokens fit; all of them or, returning False, none."""
+        table = request.block_table
+        missing = -(-num_tokens // self.block_size) - len(table)
+        if missing <= 0:
+            return True
+        if missing > len(self._free) + self.cache.num_evictable:
+            return False
+        for _ in range(missing):
+            block_id = self._free.pop() if self._free else self.cache.evict()
+            self._refs[block_id] = 1
+            table.append(block_id)
+        self._num_used += missing
+        return True
+
+    def register(self, request: Request, weight_version: int) -> None:
+        """Makes the request's full written blocks findable. Only call it once their KV is in the pool."""
+        if not self.enable_prefix_cache or not request.cacheable:
+            return
+        root: Root = (weight_version, request.cache_salt)
+        done, parent = self._registered.get(request.request_id, (0, root))
+        if not done or not self.cache.is_live(parent):  # gone: another request's copy of our prefix, so cache our own
+            done, parent = 0, root
+        full = request.num_written_tokens // self.block_size
+        for index in range(done, full):
+            hash_ = self._hash(request, index, root)
+            parent = self.cache.insert(hash_, parent, self._ids(request, index), request.block_table[index])
+        self._registered[request.request_id] = (max(done, full), parent)
+
+    def free(self, request: Request) -> None:
+        """Takes all blocks from the request; nothing of it is computed any more. Its last blocks are evicted first."""
+        for block_id in reversed(request.block_table):
+            self._refs[block_id] -= 1
+            if not self._refs[block_id]:
+                self._num_used -= 1
+                self._give_back(block_id)
+        request.block_table.clear()
+        request.num_computed_tokens = request.num_written_tokens = 0
+        self._registered.pop(request.request_id, None)
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets all cached content; returns how many blocks were cached. Owners and leases keep their blocks."""
+        dropped, unheld = self.cache.reset()
+        self._free.extend(unheld)
+        return dropped
+
+    # ------------------------------------------------------------------------------------------------ leases
+
+    def lease(self, block_ids: Iterable[int]) -> int:
+        """Keeps blocks from being re-used until `release_lease`, whatever their owner does. Returns the lease's id.
+
+        Raises ValueError for a block that is free: it holds nothing to protect.
+        """
+        wanted = tuple(dict.fromkeys(block_ids))
+        for block_id in wanted:
+            held = 0 <= block_id < self.num_blocks and (
+                self._refs[block_id] or block_id in self._lease_counts or block_id in self.cache
+            )
+            if not held:
+                raise ValueError(f"block_ids: {block_id} is not an owned, cached or leased block of 0..{self.num_blocks - 1}")
+        for block_id in wanted:
+            self.cache.hold(block_id)
+            self._lease_counts[block_id] = self._lease_counts.get(block_id, 0) + 1
+        self._next_lease += 1
+        self._leases[self._next_lease] = wanted
+        return self._next_lease
+
+    def release_lease(self, lease_id: int) -> None:
+        """Ends a lease; raises ValueError for one that does not exist or has ended."""
+        if lease_id not in self._leases:
+            raise ValueError(f"lease_id={lease_id}: must be one of {sorted(self._leases)}")
+        for block_id in reversed(self._leases.pop(lease_id)):
+            self._lease_counts[block_id] -= 1
+            if not self._lease_counts[block_id]:
+                del self._lease_counts[block_id]
+                if not self._refs[block_id]:
+                    self._give_back(block_id)
+
+    # ------------------------------------------------------------------------------------------------ books
+
+    def check_integrity(self, requests: Iterable[Request]) -> None:
+        """Counts everything again from `requests` (all that hold blocks); raises RuntimeError saying what does not add up."""
+        self.cache.check_integrity()
+        refs, holders = [0] * self.num_blocks, list(requests)
+        strays = self._registered.keys() - {request.request_id for request in holders}
+        if strays:
+            raise RuntimeError(f"requests {sorted(strays)} hold no blocks but are remembered")
+        for request in holders:
+            self._check_table(request)
+            for block_id in request.block_table:
+                refs[block_id] += 1
+        counts = enumerate(zip(refs, self._refs, strict=True))
+        wrong = [(block_id, tables, count) for block_id, (tables, count) in counts if tables != count]
+        if wrong:
+            raise RuntimeError(f"reference counts differ from the block tables: (block, tables, count) {wrong}")
+        counted: dict[int, int] = {}
+        for block_ids in self._leases.values():
+            for block_id in block_ids:
+                counted[block_id] = counted.get(block_id, 0) + 1
+        if counted != self._lease_counts:
+            raise RuntimeError(f"lease counts {self._lease_counts} differ from the leases {self._leases}")
+        owned = {block_id for block_id, count in enumerate(refs) if count}
+        kinds = {
+            "free": list(self._free),
+            "cached": self.cache.evictable_blocks(),
+            "owned": sorted(owned),
+            "leased_only": [block_id for block_id in counted if block_id not in owned],
+        }
+        everything = sorted(block_id for block_ids in kinds.values() for block_id in block_ids)
+        if everything != list(range(self.num_blocks)) or len(owned) != self._num_used:
+            raise RuntimeError(f"free + cached + owned + leased_only is not the pool of {self.num_blocks} blocks: {kinds}")
+        cached_free = [block_id for block_id in self._free if block_id in self.cache]
+        if cached_free:
+            raise RuntimeError(f"free blocks {cached_free} are still in the prefix cache")
+
+    def _check_table(self, request: Request) -> None:
+        table, room = request.block_table, len(request.block_table) * self.block_size
+        if len(set(table)) != len(table):
+            raise RuntimeError(f"request {request.request_id!r} holds a block twice: {table}")
+        written, computed, known = request.num_written_tokens, request.num_computed_tokens, len(request.token_ids)
+        if not written <= computed <= min(known, room):
+            counts = f"written {written} <= computed {computed} <= known {known} and room {room}"
+            raise RuntimeError(f"request {request.request_id!r}: {counts} is broken")
+        for index, block_id in enumerate(table):
+            entry = self.cache.entry_of(block_id)
+            if entry is not None and entry.token_ids != self._ids(request, index):
+                raise RuntimeError(f"request {request.request_id!r}: its block {block_id} is cached as {entry.token_ids}")
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    def _hold(self, block_id: int) -> None:
+        if not self._refs[block_id]:
+            self._num_used += 1
+            self.cache.hold(block_id)
+        self._refs[block_id] += 1
+
+    def _give_back(self, block_id: int) -> None:
+        if block_id in self._lease_counts:
+            return
+        if block_id in self.cache:
+            self.cache.release(block_id)
+        else:
+            self._free.append(block_id)
+
+    def _ids(self, request: Request, index: int) -> tuple[int, ...]:
+        return tuple(request.token_ids[index * self.block_size : (index + 1) * self.block_size])
+
+    def _hash(self, request: Request, index: int, root: Root) -> int:
+        """Chain hash of full block `index`. `request.block_hashes` keeps [root, block 0, block 1, ...] of one root."""
+        chain = request.block_hashes
+        if index == 0 or not chain:
+            start = prefix_cache.root_hash(root)
+            if not chain or chain[0] != start:
+                chain[:] = [start]
+        while len(chain) <= index + 1:
+            chain.append(prefix_cache.block_hash(chain[-1], self._ids(request, len(chain) - 1)))
+        return chain[index + 1]
+
+    def _most_cacheable(self, request: Request) -> int:
+        most = len(request.token_ids) - 1
+        if request.params.prompt_logprobs and len(request.prompt_logprobs) < request.num_prompt_tokens:
+            most = min(most, max(0, len(request.prompt_logprobs) - 1))
+        return most

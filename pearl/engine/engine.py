@@ -1,0 +1,330 @@
+"""Engine: one worker of inference, stepped by hand. The public face of core (decides) and model runner (does).
+
+Owns how the two are put together, request ids and seeds, siblings (n > 1) and the order of a weight update. It decides no
+step and touches no tensor of a step. Invariant: whatever is refused is refused with ValueError before anything has changed.
+
+    engine = Engine(EngineConfig(model=folder, dtype="float32"))
+    engine.add_request("once", SamplingParams(max_tokens=8))
+    while engine.has_unfinished():
+        for completion in engine.step(): ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from pearl.clock import Clock, WallClock
+from pearl.config import EngineConfig
+from pearl.engine.assembly import Parts, assemble, load_folder, mark_loaded
+from pearl.engine.core import CoreSettings, EngineCore, EngineStats, UpdateMode
+from pearl.engine.philox import derive_seed
+from pearl.engine.request import Completion, Request, RequestUpdate
+from pearl.engine.siblings import Siblings
+from pearl.engine.unserved import Unserved, refuse
+from pearl.protocol import Role, SamplingParams
+
+if TYPE_CHECKING:
+    from pearl.engine.ending import TextStream
+    from pearl.engine.tokenizer import Tokenizer
+
+UPDATE_MODES = ("keep", "recompute", "abort")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSwitchReport:
+    """What a change of role cost: `seconds`, and how many requests were moved away, finished first or computed anew."""
+
+    seconds: float
+    moved: int = 0
+    finished: int = 0
+    recomputed: int = 0
+
+
+class Engine(Unserved):
+    """Serves one model on one device. Not thread-safe: one loop owns it and calls `step`.
+
+    `load_weights=False` builds it empty: it serves nothing until `update_weights` has brought a whole version. `text=False`
+    leaves the tokenizer out: prompts are ids and `Completion.text` is empty. `clock` gives arrival times; `comm` is the
+    Communicator of a tensor-parallel instance, whose size must be 1 in this release.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        clock: Clock | None = None,
+        comm: Any = None,
+        *,
+        load_weights: bool = True,
+        text: bool = True,
+    ) -> None:
+        if comm is not None and comm.size != config.tensor_parallel:
+            raise ValueError(f"comm.size={comm.size}: must be tensor_parallel={config.tensor_parallel}")
+        parts: Parts = assemble(config)
+        self.config = config
+        self.model_config = parts.model
+        self.max_model_len = parts.max_model_len
+        self.kernels_why = parts.why
+        self._clock = clock or WallClock()
+        self._decoder, self._runner, self._store = parts.decoder, parts.runner, parts.store
+        self._text_folder = parts.tokenizer_folder if text else None
+        self._tokenizer: Tokenizer | None = None
+        self._eos = frozenset(token_id for token_id in parts.model.eos_token_ids if token_id < parts.model.vocab_size)
+        self._core = EngineCore(
+            CoreSettings(
+                block_size=config.block_size,
+                num_blocks=parts.num_blocks,
+                max_model_len=parts.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                max_batch_tokens=config.max_batch_tokens,
+                decode_prefill_tokens=config.decode_prefill_tokens,
+                enable_prefix_cache=config.enable_prefix_cache,
+                vocab_size=parts.model.vocab_size,
+                role=config.role,
+            ),
+            self._new_text if self._text_folder is not None else None,
+        )
+        self._counter = 0
+        self._whole_text: set[str] = set()
+        self._siblings = Siblings()
+        self._pending: list[RequestUpdate] = []
+        if load_weights:
+            self._load_first_version()
+
+    def _load_first_version(self) -> None:
+        if self.config.load_format == "dummy":
+            self._decoder.init_weights(self.config.seed)
+            mark_loaded(self._store, self.model_config, self._decoder)
+        else:
+            load_folder(self._store, self.model_config, self.config.model)
+        self._core.set_weight_version(0, "keep")
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        session_id: str | None = None,
+        reservation: Any = None,
+        *,
+        streaming: bool = True,
+    ) -> str:
+        """Queues a generation and returns its id (the given one, or the next number).
+
+        A string is tokenised as plain text. With `params.n > 1` the siblings share prompt and seed; their updates carry this
+        id and their index. `streaming=False` makes the text at the end only, which costs less. Raises ValueError.
+        """
+        if reservation is not None:
+            refuse("reservation", "add_request(reservation=None)")
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params={params!r}: must be a SamplingParams")
+        if params.stop and self._text_folder is None:
+            raise ValueError(f"stop={params.stop!r}: needs a tokenizer, which this engine has not; use stop_token_ids")
+        ids = self._prompt_ids(prompt)
+        if self._text_folder is not None:
+            self._tokenizer = self.tokenizer  # a folder whose tokenizer cannot be read fails here, before anything is queued
+        rid = self._next_id() if request_id is None else request_id
+        if self._known(rid):
+            raise ValueError(f"request_id={rid!r}: is in use by a request that has not finished")
+        seed = derive_seed(self.config.seed, rid) if params.seed is None else params.seed
+        names = self._siblings.names(rid, params.n)
+        for index, name in enumerate(names):
+            request = self._request(name, ids, params, seed, index)
+            request.cache_salt, request.session_id = cache_salt, session_id
+            self._queue(request, streaming)
+        self._siblings.open(rid, names)
+        self._counter += request_id is None
+        return rid
+
+    def _queue(self, request: Request, streaming: bool) -> None:
+        """Siblings differ in id and index alone, so that if the first is taken all are."""
+        if not streaming:
+            self._whole_text.add(request.request_id)
+        try:
+            self._core.add_request(request)
+        except ValueError:
+            self._whole_text.discard(request.request_id)
+            raise
+
+    def _known(self, request_id: str) -> bool:
+        return request_id in self._core.requests or request_id in self._siblings
+
+    def _request(self, name: str, ids: list[int], params: SamplingParams, seed: int, index: int) -> Request:
+        room = max(1, self.max_model_len - len(ids))
+        return Request(
+            request_id=name,
+            params=params,
+            token_ids=list(ids),
+            num_prompt_tokens=len(ids),
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            seed=seed,
+            index=index,
+            stop_token_ids=frozenset(params.stop_token_ids),
+            eos_token_ids=frozenset() if params.ignore_eos else self._eos,
+            arrival=self._clock.now(),
+        )
+
+    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self._text_folder is None:
+                raise ValueError(f"prompt={prompt[:40]!r}: this engine has no tokenizer; give token ids")
+            return self.tokenizer.encode(prompt)
+        ids = list(prompt)
+        for token_id in ids:
+            if type(token_id) is not int:
+                raise ValueError(f"prompt: token id {token_id!r} must be an integer")
+        return ids
+
+    def _next_id(self) -> str:
+        """The counter's next free number; it moves on when the request has been taken, so a refused one uses none up."""
+        while self._known(str(self._counter)):
+            self._counter += 1
+        return str(self._counter)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request (and its siblings) with the tokens it has; they come with the next step. False if unknown."""
+        updates = self._aborted(request_id)
+        self._pending.extend(updates)
+        return bool(updates)
+
+    def discard(self, request_id: str) -> bool:
+        """Like `abort`, but nothing of the request is delivered any more."""
+        return bool(self._aborted(request_id))
+
+    def _aborted(self, request_id: str) -> list[RequestUpdate]:
+        members = self._siblings.members(request_id)
+        return self._outward([update for member in members if (update := self._core.abort(member)) is not None])
+
+    def preempt(self, request_id: str) -> None:
+        """Takes a running request's blocks away; it is computed again and goes on with the same tokens."""
+        for member in self._siblings.members(request_id):
+            self._core.preempt(member)
+
+    def pause(self) -> None:
+        """Steps run nothing until `resume`; requests and their KV stay."""
+        self._core.pause()
+
+    def resume(self) -> None:
+        self._core.resume()
+
+    @property
+    def paused(self) -> bool:
+        return self._core.paused
+
+    def has_unfinished(self) -> bool:
+        """Whether a step has something to do or to deliver."""
+        return bool(self._pending) or self._core.has_unfinished()
+
+    # ------------------------------------------------------------------------------------------------ steps
+
+    def step_updates(self) -> list[RequestUpdate]:
+        """Runs one step; what it added to each request, ends included. Empty if nothing could run.
+
+        RuntimeError before the first weight version.
+        """
+        if not self._store.ready:
+            raise RuntimeError("the engine has no weights yet: update_weights must bring a whole version before step")
+        updates, self._pending = self._pending, []
+        output = self._core.schedule(self._clock.now())
+        result = self._runner.execute(output, self._core.requests, weight_version=self._store.version)
+        return updates + self._outward(self._core.finish(output, result, self._clock.now()))
+
+    def step(self) -> list[Completion]:
+        """Runs one step and returns the requests that finished in it."""
+        return [update.completion for update in self.step_updates() if update.completion is not None]
+
+    def stream(self) -> Iterator[RequestUpdate]:
+        """Steps until nothing is left (or the engine is paused), yielding every request's new tokens as they come."""
+        while self.has_unfinished():
+            yield from self.step_updates()
+            if self.paused and not self._pending:
+                return
+
+    def _outward(self, updates: list[RequestUpdate]) -> list[RequestUpdate]:
+        """Siblings under the id that their caller knows; forgets what has ended."""
+        if self._whole_text:
+            self._whole_text.difference_update(update.request_id for update in updates if update.completion is not None)
+        return self._siblings.outward(updates)
+
+    # ------------------------------------------------------------------------------------------------ weights and role
+
+    def update_weights(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        version: int,
+        mode: UpdateMode = "keep",
+        way: Literal["staged", "streaming"] = "staged",
+    ) -> None:
+        """Takes a whole set of weights under Hugging Face names as `version`, between two steps, all or nothing.
+
+        `mode` says what running requests do: keep their KV, recompute it, or end as aborted. Everything is checked (names,
+        shapes, finiteness) before the first live byte changes; ValueError names what is wrong.
+        """
+        if way != "staged":
+            refuse(f"way={way!r}", "way='staged'")
+        if mode not in UPDATE_MODES:
+            raise ValueError(f"mode={mode!r}: must be one of {', '.join(UPDATE_MODES)}")
+        try:
+            self._store.stage(tensors, version)
+            self._store.commit()
+        except BaseException:
+            self._store.discard()
+            raise
+        self._pending.extend(self._outward(self._core.set_weight_version(version, mode)))
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights in use; -1 before the first."""
+        return self._store.version
+
+    def switch_role(self, role: Role, drain: Literal["handover", "finish"] = "handover") -> RoleSwitchReport:
+        """Changes the role between two steps. No request moves between `mixed` and `decode`, whatever `drain` says."""
+        if drain not in ("handover", "finish"):
+            raise ValueError(f"drain={drain!r}: must be one of handover, finish")
+        start = self._clock.now()
+        self._core.switch_role(role)
+        return RoleSwitchReport(seconds=self._clock.now() - start)
+
+    # ------------------------------------------------------------------------------------------------ looking in
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model folder's tokenizer, loaded when first used. ValueError if there is none."""
+        if self._text_folder is None:
+            raise ValueError(f"model={self.config.model!r}: this engine has no tokenizer; give token ids")
+        if self._tokenizer is None:
+            from pearl.engine.tokenizer import Tokenizer
+
+            self._tokenizer = Tokenizer.from_folder(self._text_folder)
+        return self._tokenizer
+
+    def _new_text(self, request: Request) -> TextStream:
+        from pearl.engine.text_stream import TextStream
+
+        return TextStream(
+            self.tokenizer,
+            stop=request.params.stop,
+            min_tokens=request.params.min_tokens,
+            streaming=request.request_id not in self._whole_text,
+        )
+
+    def stats(self) -> EngineStats:
+        """Counts of blocks and requests, role and weight version (-1 before the first) at this moment."""
+        stats = self._core.stats()
+        return stats if self._store.ready else dataclasses.replace(stats, weight_version=self._store.version)
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets all cached prefixes; returns how many blocks they were."""
+        return self._core.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Raises with details if the block pool's books do not balance."""
+        self._core.check_integrity()

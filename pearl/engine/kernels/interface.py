@@ -1,0 +1,95 @@
+"""What a set of kernels is: an attention backend and a handful of operations, chosen once, passed as a value.
+
+The decoder (`models/decoder.py`) calls nothing else. `reference` (plain torch, differentiable) is the oracle of all others.
+Shapes: T tokens, D hidden, H query heads, G kv heads, B (or _) head_dim, S sequences.
+
+The paged pool is one tensor `kv[layer, 2, block, kv_head, ...]`; the order inside a (block, head) is `kv_layout`, the
+kernels' own ("plain" = [token, head_dim]), and part of the layout fingerprint that migration compares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pearl.engine.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedBatch:
+    """Where the tokens of one engine step live. All index tensors are on the pool's device.
+
+    Sequence s contributes queries `query_starts[s] .. query_starts[s+1]`, the last of which is its token number
+    `context_lens[s] - 1`; its keys are positions 0 .. context_lens[s]-1 of `block_tables[s]`. Decode rows (one query) come
+    first: there are `num_decodes` of them.
+    """
+
+    positions_T: Tensor          # int64
+    slot_mapping_T: Tensor       # int64: block * block_size + offset
+    query_starts_S1: Tensor      # int32, S + 1
+    context_lens_S: Tensor       # int32
+    block_tables_SN: Tensor      # int32, padded with 0
+    num_decodes: int
+    max_query_len: int
+    max_context_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """Whole sequences laid end to end without a cache, as the trainer sees them."""
+
+    positions_T: Tensor          # int64, counting from 0 in each sequence
+    lengths: tuple[int, ...]     # sums to T
+
+
+class Attend(Protocol):
+    """Attention of one layer: takes this step's q_THB, k_TGB, v_TGB (rotated) and returns o_THB."""
+
+    def __call__(self, layer: int, q_THB: Tensor, k_TGB: Tensor, v_TGB: Tensor) -> Tensor: ...
+
+
+class Kernels(Protocol):
+    """All kernels take and return contiguous tensors in the model's dtype and accumulate in fp32."""
+
+    name: str
+    kv_layout: str
+
+    def refusal(self, *, device: torch.device, dtype: torch.dtype, model: ModelConfig, block_size: int) -> str | None:
+        """Why these kernels cannot serve this combination, or None if they can."""
+
+    def linear(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor: ...
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Returns (norm(x + residual), x + residual)."""
+
+    def qk_norm_rope(
+        self,
+        q_THB: Tensor,
+        k_TGB: Tensor,
+        cos_TB: Tensor,
+        sin_TB: Tensor,
+        q_weight_B: Tensor | None,
+        k_weight_B: Tensor | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Per-head RMSNorm where weights are given, then rotary embedding (half-split pairs); cos/sin are fp32."""
+
+    def silu_and_mul(self, gate_up_TF2: Tensor) -> Tensor:
+        """silu(first half) * second half of the last axis."""
+
+    def store_kv(self, k_TGB: Tensor, v_TGB: Tensor, kv_2NG__: Tensor, slot_mapping_T: Tensor) -> None:
+        """Writes one layer's keys and values to the pool."""
+
+    def paged_attention(self, q_THB: Tensor, kv_2NG__: Tensor, batch: PagedBatch, scale: float) -> Tensor:
+        """Causal attention over the pool; never reads a slot at or past `context_lens` (it may hold NaN)."""
+
+    def varlen_attention(self, q_THB: Tensor, k_TGB: Tensor, v_TGB: Tensor, batch: PackedBatch, scale: float) -> Tensor:
+        """Causal self-attention inside each packed sequence; differentiable where the kernels train."""
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """A weight in the layout these kernels read, made at weight commit (identity for most)."""

@@ -1,0 +1,41 @@
+"""Which kernels serve a combination of device, dtype, model and block size. Owns the choice, no arithmetic.
+
+"auto" takes the first set in `PREFERENCE` that does not refuse; a name takes that set or raises with its reason. The answer
+carries `why`, which start-up logs print: a choice is never silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from pearl.engine.kernels.interface import Kernels
+from pearl.engine.kernels.reference import ReferenceKernels
+from pearl.engine.models.config import ModelConfig
+
+KERNELS: dict[str, Callable[[], Kernels]] = {"reference": ReferenceKernels}
+PREFERENCE: tuple[str, ...] = ("reference",)
+
+
+class KernelChoice(NamedTuple):
+    """The kernels and the reason in words."""
+
+    kernels: Kernels
+    why: str
+
+
+def choose(name: str, *, device: torch.device, dtype: torch.dtype, model: ModelConfig, block_size: int) -> KernelChoice:
+    """The kernels called `name`, or for "auto" the first that serves the combination. ValueError says why none does."""
+    if name != "auto" and name not in KERNELS:
+        raise ValueError(f"kernels={name!r}: must be one of auto, {', '.join(KERNELS)}")
+    refusals: list[str] = []
+    for candidate in PREFERENCE if name == "auto" else (name,):
+        kernels = KERNELS[candidate]()
+        reason = kernels.refusal(device=device, dtype=dtype, model=model, block_size=block_size)
+        if reason is None:
+            passed_over = f"; passed over {'; '.join(refusals)}" if refusals else ""
+            return KernelChoice(kernels, f"{candidate} ({name}, {device.type}, {dtype}){passed_over}")
+        refusals.append(f"{candidate}: {reason}")
+    raise ValueError(f"kernels={name!r}: {'; '.join(refusals)}")

@@ -1,0 +1,93 @@
+"""One decoder layer and the pieces around it, as functions over parameters and a `Kernels` value.
+
+Owns the order of operations of a dense decoder layer; does not know where keys and values live (that is `Attend`) nor how
+tensors are called on disk. Invariant: every operation on activations goes through `Kernels`, so a layer is the same code in
+training and in serving. Shapes: T tokens, D hidden, H query heads, G kv heads, B head_dim, F intermediate.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pearl.engine.kernels.interface import Attend, Kernels
+from pearl.engine.models.config import ModelConfig
+
+HEAD_ROWS = 8192
+"""Vocabulary rows of a 16-bit head that are widened to fp32 at a time."""
+
+
+class DecoderLayer(nn.Module):
+    """Parameters of layer `index` (added by the decoder under their ParamSpec names) and its forward pass."""
+
+    def __init__(self, config: ModelConfig, kernels: Kernels, index: int) -> None:
+        super().__init__()
+        self.config, self.kernels, self.index = config, kernels, index
+
+    def forward(
+        self, x_TD: Tensor, residual_TD: Tensor, cos_TB: Tensor, sin_TB: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """Takes the normed input and the residual stream; returns the MLP's output (not yet added) and the stream."""
+        attention_TD = self._attention(x_TD, cos_TB, sin_TB, attend)
+        x_TD, residual_TD = self.kernels.add_rms_norm(
+            attention_TD, residual_TD, parameter(self, "post_norm"), self.config.rms_eps
+        )
+        gate_up_TF2 = self._linear(x_TD, "gate_up")
+        return self._linear(self.kernels.silu_and_mul(gate_up_TF2), "down"), residual_TD
+
+    def _attention(self, x_TD: Tensor, cos_TB: Tensor, sin_TB: Tensor, attend: Attend) -> Tensor:
+        q_THB, k_TGB, v_TGB = split_heads(self._linear(x_TD, "qkv"), self.config)
+        q_weight_B, k_weight_B = optional_parameter(self, "q_norm"), optional_parameter(self, "k_norm")
+        q_THB, k_TGB = self.kernels.qk_norm_rope(q_THB, k_TGB, cos_TB, sin_TB, q_weight_B, k_weight_B, self.config.rms_eps)
+        return self._linear(attend(self.index, q_THB, k_TGB, v_TGB).flatten(1), "o")
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return self.kernels.linear(x, parameter(self, name), optional_parameter(self, name, "bias"))
+
+
+def split_heads(qkv_TE: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """The fused projection's rows as contiguous q_THB, k_TGB, v_TGB."""
+    kv = config.num_kv_heads * config.head_dim
+    parts = qkv_TE.split((config.num_heads * config.head_dim, kv, kv), dim=-1)
+    q, k, v = (part.contiguous().view(part.shape[0], -1, config.head_dim) for part in parts)
+    return q, k, v
+
+
+def rope_tables(config: ModelConfig, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """fp32 cos and sin [max_position, B], from fp64 angles: they are never cast with the model."""
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    angle = torch.outer(torch.arange(config.max_position, dtype=torch.float64), config.rope_theta**-exponent)
+    return tuple(torch.cat((x, x), dim=-1).float().to(device) for x in (angle.cos(), angle.sin()))  # type: ignore[return-value]
+
+
+def wide_head(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
+    """Logits [T, V] in fp32 (fp64 for an fp64 model): `h.float() @ W.float().T`, a slice of the vocabulary at a time."""
+    if hidden_TD.dtype in (torch.float32, torch.float64):
+        return hidden_TD @ weight_VD.T
+    wide_TD = hidden_TD.float()
+    return torch.cat([wide_TD @ rows.float().T for rows in weight_VD.split(HEAD_ROWS)], dim=-1)
+
+
+def add_parameter(root: nn.Module, name: str, value: nn.Parameter) -> None:
+    """Registers `value` as the dotted `name` under `root`, making the bare modules between where they are missing."""
+    *path, leaf = name.split(".")
+    module = root
+    for step in path:
+        if step not in module._modules:
+            module.add_module(step, nn.Module())
+        module = module.get_submodule(step)
+    module.register_parameter(leaf, value)
+
+
+def parameter(module: nn.Module, name: str, kind: str = "weight") -> Tensor:
+    """`module.<name>.<kind>`, read from the dictionaries: nn.Module's attribute look-up costs more than a small kernel.
+
+    Looked up at every use, because a sharding wrapper replaces parameters behind our back.
+    """
+    return module._modules[name]._parameters[kind]  # type: ignore[union-attr, return-value]
+
+
+def optional_parameter(module: nn.Module, name: str, kind: str = "weight") -> Tensor | None:
+    """Like `parameter`, None where the model has none."""
+    child = module._modules.get(name)
+    return None if child is None else child._parameters.get(kind)

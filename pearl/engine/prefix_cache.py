@@ -1,0 +1,149 @@
+"""Which full KV blocks hold which content, so that a later request with the same beginning need not compute it.
+
+Owns the map from content to block and the eviction order of cached blocks that nobody holds. It does not know requests,
+reference counts or the pool's size (`block_manager.py` does). Invariant: an entry is found only by equal content: the
+block's own ids, the identity of the entry before it, and at the chain's root the weight version and the caller's salt.
+Hashes only choose the bucket to look in, so a colliding hash costs time and never a wrong answer.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass
+from hashlib import blake2b
+
+Root = tuple[int, str | None]
+"""(weight_version, cache_salt): what the first block of a chain has for a parent."""
+
+Parent = int | Root
+"""Identity of what comes before a block: the entry id of the block before it, or a Root."""
+
+
+def block_hash(parent_hash: int, token_ids: tuple[int, ...]) -> int:
+    """64-bit hash of a block, chained on the hash of the block before it. Same in every process."""
+    ids = array("q", token_ids)
+    return int.from_bytes(blake2b(ids.tobytes(), digest_size=8, key=parent_hash.to_bytes(8, "little")).digest(), "little")
+
+
+def root_hash(root: Root) -> int:
+    """64-bit hash that a chain starts from."""
+    weight_version, salt = root
+    text = f"{weight_version}:" if salt is None else f"{weight_version}:salt:{salt}"
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheEntry:
+    """One cached block. `entry_id` is never used twice, so a child of a dropped parent can never be found again."""
+
+    entry_id: int
+    hash: int
+    parent: Parent
+    token_ids: tuple[int, ...]
+    block_id: int
+
+
+class PrefixCache:
+    """Content -> block, and the least recently used order of the cached blocks that no table and no lease holds."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, list[CacheEntry]] = {}
+        self._by_block: dict[int, CacheEntry] = {}
+        self._by_id: dict[int, CacheEntry] = {}
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._next_id = 0
+
+    def __len__(self) -> int:
+        return len(self._by_block)
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._by_block
+
+    @property
+    def num_evictable(self) -> int:
+        return len(self._evictable)
+
+    def entries(self) -> list[CacheEntry]:
+        return list(self._by_block.values())
+
+    def entry_of(self, block_id: int) -> CacheEntry | None:
+        return self._by_block.get(block_id)
+
+    def evictable_blocks(self) -> list[int]:
+        """Next to be evicted first."""
+        return list(self._evictable)
+
+    def is_live(self, parent: Parent) -> bool:
+        """False for an entry that was dropped; a root always lives."""
+        return isinstance(parent, tuple) or parent in self._by_id
+
+    def find(self, hash_: int, parent: Parent, token_ids: tuple[int, ...]) -> CacheEntry | None:
+        for entry in self._buckets.get(hash_, ()):
+            if entry.parent == parent and entry.token_ids == token_ids:
+                return entry
+        return None
+
+    def insert(self, hash_: int, parent: Parent, token_ids: tuple[int, ...], block_id: int) -> int:
+        """Makes a written block findable; returns its entry id, or that of the block that already holds this content."""
+        present = self.find(hash_, parent, token_ids)
+        if present is not None:
+            return present.entry_id
+        if block_id in self._by_block:  # cached as the child of an entry that is gone: unreachable, so replace it
+            self.drop(block_id)
+        self._next_id += 1
+        entry = CacheEntry(entry_id=self._next_id, hash=hash_, parent=parent, token_ids=token_ids, block_id=block_id)
+        self._buckets.setdefault(hash_, []).append(entry)
+        self._by_block[block_id] = entry
+        self._by_id[entry.entry_id] = entry
+        return entry.entry_id
+
+    def drop(self, block_id: int) -> None:
+        """Forgets a block's content; nothing if it was not cached."""
+        entry = self._by_block.pop(block_id, None)
+        if entry is None:
+            return
+        del self._by_id[entry.entry_id]
+        bucket = self._buckets[entry.hash]
+        bucket.remove(entry)
+        if not bucket:
+            del self._buckets[entry.hash]
+        self._evictable.pop(block_id, None)
+
+    def release(self, block_id: int) -> None:
+        """Nobody holds this cached block any more: it may be evicted, after all those released before it."""
+        self._evictable[block_id] = None
+        self._evictable.move_to_end(block_id)
+
+    def hold(self, block_id: int) -> None:
+        """Somebody holds this cached block: it is not evicted."""
+        self._evictable.pop(block_id, None)
+
+    def evict(self) -> int:
+        """Drops the block released longest ago and returns its id. Raises KeyError if there is none."""
+        block_id = next(iter(self._evictable), None)
+        if block_id is None:
+            raise KeyError("no cached block can be evicted: all are held")
+        self.drop(block_id)
+        return block_id
+
+    def reset(self) -> tuple[int, list[int]]:
+        """Forgets everything. Returns how many blocks were cached and which of them nobody holds (free again)."""
+        dropped, unheld = len(self._by_block), list(self._evictable)
+        for table in (self._buckets, self._by_block, self._by_id, self._evictable):
+            table.clear()
+        return dropped, unheld
+
+    def check_integrity(self) -> None:
+        """Every map tells the same story; raises RuntimeError with the entry that does not."""
+        in_buckets = [(hash_, entry) for hash_, bucket in self._buckets.items() for entry in bucket]
+        if not len(in_buckets) == len(self._by_block) == len(self._by_id):
+            sizes = (len(in_buckets), len(self._by_block), len(self._by_id))
+            raise RuntimeError(f"prefix cache maps differ in size: buckets, blocks, ids = {sizes}")
+        for hash_, entry in in_buckets:
+            by_block, by_id = self._by_block.get(entry.block_id), self._by_id.get(entry.entry_id)
+            if entry.hash != hash_ or by_block is not entry or by_id is not entry:
+                raise RuntimeError(f"prefix cache entry {entry} is not the one its block, id and hash lead to")
+        stray = [block_id for block_id in self._evictable if block_id not in self._by_block]
+        if stray:
+            raise RuntimeError(f"blocks {stray} are in the eviction order but hold no cached content")

@@ -1,0 +1,91 @@
+"""`--set a.b=c`: command-line text into a Config, by the types of its fields. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from typing import Any
+
+from pearl.config import Config
+from pearl.protocol import Role
+
+
+def override(config: Config, settings: list[str]) -> Config:
+    """Applies `a.b=c` strings in order and returns a new Config; ValueError names an unknown key and its nearest ones."""
+    for setting in settings:
+        key, separator, text = setting.partition("=")
+        if not separator or not key:
+            raise ValueError(f"--set {setting!r}: must be KEY=VALUE, for example --set seed=1")
+        config = _replaced(config, key.split("."), text, key)
+    return config
+
+
+def _replaced(section: Any, path: list[str], text: str, key: str) -> Any:
+    if isinstance(section, dict):
+        return {**section, ".".join(path): _json_or_text(text)}
+    fields = {item.name: item for item in dataclasses.fields(section)}
+    name, rest = path[0], path[1:]
+    if name not in fields:
+        raise ValueError(_unknown(key, list(keys_of(Config()))))
+    present = getattr(section, name)
+    if rest:
+        if not dataclasses.is_dataclass(present) and not isinstance(present, dict):
+            raise ValueError(_unknown(key, list(keys_of(Config()))))
+        value = _replaced(present, rest, text, key)
+    elif dataclasses.is_dataclass(present):
+        inside = ", ".join(f"{key}.{item.name}" for item in dataclasses.fields(present))
+        raise ValueError(f"--set {key}: is a section; set one of {inside}")
+    else:
+        value = parse_as(typing.get_type_hints(type(section))[name], text, key)
+    return dataclasses.replace(section, **{name: value})
+
+
+def _unknown(key: str, valid: list[str]) -> str:
+    near = difflib.get_close_matches(key, valid, n=3, cutoff=0.5)
+    tail = [name for name in valid if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    hint = f"did you mean {', '.join(dict.fromkeys(tail + near))}?" if near or tail else "see --print for all keys"
+    return f"--set {key}: no such key; {hint}"
+
+
+def keys_of(section: Any, prefix: str = "") -> typing.Iterator[str]:
+    """All dotted keys below a section, in order."""
+    for item in dataclasses.fields(section):
+        value = getattr(section, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from keys_of(value, f"{prefix}{item.name}.")
+        else:
+            yield prefix + item.name
+
+
+def parse_as(hint: Any, text: str, key: str) -> Any:
+    """Reads command-line text as the field's type; ValueError names the type it should be."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    if type(None) in options and text.lower() in ("none", "null"):
+        return None
+    kinds = [option for option in options if option is not type(None)]
+    kind = kinds[0]
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if kind is int:
+            return int(text)
+        if kind is float:
+            return float(text)
+        if kind is Role:
+            return Role(text)
+        if typing.get_origin(kind) is dict:
+            return {**json.loads(text)}
+    except (ValueError, KeyError, TypeError):
+        name = "true or false" if kind is bool else ", ".join(Role) if kind is Role else getattr(kind, "__name__", str(kind))
+        raise ValueError(f"--set {key}={text!r}: must be {name}") from None
+    return text
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

@@ -1,0 +1,49 @@
+"""Advantages of siblings: how much better a trajectory did than the others that started from the same state.
+
+Owns one formula. It does not know tokens, tensors or models.
+Invariant: a group whose rewards are all equal (a group of one too) has advantages of exactly 0.0, never a quotient of
+rounding errors, so that its policy gradient is exactly zero.
+"""
+
+from __future__ import annotations
+
+import math
+
+EPSILON = 1e-6
+"""Added to the standard deviation, so that rewards that differ in their last bits only have negligible advantages."""
+
+
+def group_advantages(rewards: list[float], groups: list[int], *, normalize_std: bool) -> list[float]:
+    """One advantage per trajectory: (reward - mean) / (std + EPSILON) inside its group, in float64.
+
+    GRPO's group-relative advantage (Shao et al. 2024, DeepSeekMath), with the population standard deviation: two
+    trajectories with different rewards get +1 and -1. Without `normalize_std` it is reward - mean, which does not weigh
+    up groups that are nearly decided (Liu et al. 2025, Dr. GRPO). `groups[i]` is the group of trajectory i; a group may
+    have any number of members, in any order. ValueError for lists of unequal length and for a reward that is not finite.
+    """
+    if len(rewards) != len(groups):
+        raise ValueError(f"groups has {len(groups)} entries: must have one per reward, {len(rewards)}")
+    for index, reward in enumerate(rewards):
+        if not math.isfinite(reward):
+            raise ValueError(f"rewards[{index}]={reward}: must be finite")
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    advantages = [0.0] * len(rewards)
+    for indices in members.values():
+        values = _normalized([float(rewards[index]) for index in indices], normalize_std)
+        for index, value in zip(indices, values, strict=True):
+            advantages[index] = value
+    return advantages
+
+
+def _normalized(rewards: list[float], normalize_std: bool) -> list[float]:
+    # The mean of equal floats can differ from them in the last bit, hence the comparison of the rewards themselves.
+    if max(rewards) == min(rewards):
+        return [0.0] * len(rewards)
+    mean = math.fsum(rewards) / len(rewards)
+    centred = [reward - mean for reward in rewards]
+    if not normalize_std:
+        return centred
+    std = math.sqrt(math.fsum(value * value for value in centred) / len(centred))
+    return [value / (std + EPSILON) for value in centred]

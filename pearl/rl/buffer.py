@@ -1,0 +1,145 @@
+"""Groups between their start and their training: storage and the books.
+
+Owns which trajectories are running, which groups are complete, and what became of all others. It does not decide when a
+group starts or when a batch is due (`sched/admission.py`). Invariant (`check`): every trajectory that was dispatched is
+running, held, trained, or dropped for a named cause. Groups leave in the order of their ids, so a batch does not depend on
+who finished first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pearl.rl.types import Group, Trajectory
+from pearl.sched.admission import is_stale
+
+GroupState = Literal["open", "ready", "dropped"]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    group: Group
+    size: int
+    running: set[str] = field(default_factory=set)
+
+
+class Buffer:
+    """Counts trajectories: `dispatched`, `trained`, `dropped` (by cause); groups: `dropped_groups` (to be replaced).
+
+    Causes: "failed" (the member itself), "small group" (siblings of failed ones, fewer than two left), "stale", and what
+    callers of `drop_running` and `drop_group` say.
+    """
+
+    def __init__(self) -> None:
+        self.dispatched = 0
+        self.trained = 0
+        self.dropped: Counter[str] = Counter()
+        self.dropped_groups = 0
+        self._open: dict[int, _Entry] = {}
+        self._ready: dict[int, Group] = {}
+
+    @property
+    def ready(self) -> int:
+        """Complete groups waiting for training."""
+        return len(self._ready)
+
+    @property
+    def in_flight(self) -> int:
+        """Trajectories dispatched and neither trained nor dropped: running, or held until their group is taken."""
+        held = sum(len(group.trajectories) for group in self._ready.values())
+        return held + sum(len(entry.running) + len(entry.group.trajectories) for entry in self._open.values())
+
+    def dispatch(self, group_id: int, env_seed: int, trajectory_ids: list[str]) -> None:
+        """A group starts with these members; ValueError for an id in use or no members."""
+        if group_id in self._open or group_id in self._ready:
+            raise ValueError(f"group_id={group_id}: is in use")
+        if not trajectory_ids or len(set(trajectory_ids)) != len(trajectory_ids):
+            raise ValueError(f"trajectory_ids={trajectory_ids}: must be one or more different ids")
+        group = Group(group_id=group_id, env_seed=env_seed)
+        self._open[group_id] = _Entry(group=group, size=len(trajectory_ids), running=set(trajectory_ids))
+        self.dispatched += len(trajectory_ids)
+
+    def retry(self, failed: Trajectory, trajectory_id: str) -> None:
+        """A member failed and another plays its seed in its place; the failed one counts as dropped."""
+        entry = self._entry_of(failed)
+        if trajectory_id in entry.running:
+            raise ValueError(f"trajectory_id={trajectory_id!r}: is running already")
+        entry.running.remove(failed.trajectory_id)
+        entry.running.add(trajectory_id)
+        self.dropped["failed"] += 1
+        self.dispatched += 1
+
+    def finish(self, trajectory: Trajectory) -> GroupState:
+        """A member ended, done or failed; says what that makes of its group.
+
+        With the last member the group is "ready" if at least two are done (one, in groups of one), else "dropped".
+        ValueError for a trajectory that is not running.
+        """
+        if trajectory.outcome not in ("done", "failed"):
+            raise ValueError(f"trajectory {trajectory.trajectory_id!r}: outcome={trajectory.outcome!r}, must be done or failed")
+        entry = self._entry_of(trajectory)
+        entry.running.remove(trajectory.trajectory_id)
+        if trajectory.outcome == "done":
+            entry.group.trajectories.append(trajectory)
+        else:
+            self.dropped["failed"] += 1
+        return "open" if entry.running else self._close(entry)
+
+    def take(self, batch_groups: int, weight_version: int, max_staleness: int) -> list[Group] | None:
+        """The `batch_groups` oldest complete groups, now counted as trained; None if there are not that many.
+
+        Groups with a token more than `max_staleness` versions older than `weight_version` (that of the weights which the
+        update starts from) are dropped first and counted, also when None is returned.
+        """
+        for group_id, group in list(self._ready.items()):
+            if any(is_stale(member.oldest_version, weight_version, max_staleness) for member in group.trajectories):
+                self.drop_group(group_id, "stale")
+        if len(self._ready) < batch_groups:
+            return None
+        batch = [self._ready.pop(group_id) for group_id in sorted(self._ready)[:batch_groups]]
+        self.trained += sum(len(group.trajectories) for group in batch)
+        return batch
+
+    def drop_group(self, group_id: int, cause: str) -> None:
+        """Gives up a group, open or complete, whole; ValueError if it is unknown."""
+        entry = self._open.pop(group_id, None)
+        group = entry.group if entry else self._ready.pop(group_id, None)
+        if group is None:
+            raise ValueError(f"group_id={group_id}: is neither open nor ready")
+        self.dropped[cause] += len(group.trajectories) + (len(entry.running) if entry else 0)
+        self.dropped_groups += 1
+
+    def drop_running(self, cause: str) -> int:
+        """Gives up every group that is not complete (the job stops); returns how many trajectories that cost."""
+        before = self.dropped.total()
+        for group_id in list(self._open):
+            self.drop_group(group_id, cause)
+        return self.dropped.total() - before
+
+    def counts(self) -> dict[str, int]:
+        """The books, for the log: dispatched = trained + in_flight + the dropped ones of each cause."""
+        causes = {f"dropped_{cause.replace(' ', '_')}": count for cause, count in sorted(self.dropped.items())}
+        return {"dispatched": self.dispatched, "trained": self.trained, "in_flight": self.in_flight, **causes}
+
+    def check(self) -> None:
+        """RuntimeError with all numbers if a trajectory was lost or counted twice."""
+        if self.dispatched != self.trained + self.dropped.total() + self.in_flight:
+            raise RuntimeError(f"trajectories do not add up: {self.counts()}")
+
+    def _entry_of(self, trajectory: Trajectory) -> _Entry:
+        entry = self._open.get(trajectory.group_id)
+        if entry is None or trajectory.trajectory_id not in entry.running:
+            raise ValueError(f"trajectory {trajectory.trajectory_id!r} of group {trajectory.group_id}: is not running")
+        return entry
+
+    def _close(self, entry: _Entry) -> GroupState:
+        group = entry.group
+        if len(group.trajectories) < min(2, entry.size):
+            self.drop_group(group.group_id, "small group")
+            return "dropped"
+        del self._open[group.group_id]
+        group.trajectories.sort(key=lambda member: member.trajectory_id)
+        self._ready[group.group_id] = group
+        return "ready"

@@ -1,0 +1,61 @@
+"""Saving the policy so that a reader never finds half of it.
+
+Owns the order of the steps on disk: everything is written and flushed into a folder beside the target, the marker STABLE
+last, and only then renamed. It does not know what a model folder holds.
+Invariant: at every moment a whole folder exists, the new one or the one it replaces (which is removed last).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+MARKER = "STABLE"
+"""An empty file: the folder it is in was written to the end."""
+
+
+class Writer(Protocol):
+    """What can write itself into a folder."""
+
+    def write_folder(self, path: Path) -> None: ...
+
+
+def is_stable(path: Path) -> bool:
+    """Whether `path` is a folder that was written to the end."""
+    return (path / MARKER).is_file()
+
+
+def save_policy(trainer: Writer, path: Path) -> None:
+    """Writes the policy's Hugging Face folder at `path`, replacing what is there; OSError leaves the old one in place."""
+    aside, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left_over in (aside, old):
+        if left_over.exists() and (left_over == aside or path.exists()):
+            shutil.rmtree(left_over)
+    aside.mkdir()
+    trainer.write_folder(aside)
+    (aside / MARKER).touch()
+    _flush(aside)
+    if path.exists():
+        path.rename(old)
+    aside.rename(path)
+    _sync(path.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def _flush(folder: Path) -> None:
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            _sync(file)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,164 @@
+"""FrozenLake in text: walk from the top left corner of a grid to G without stepping on a hole H.
+
+Maps and dynamics are gymnasium's (`gymnasium.envs.toy_text.frozen_lake`: `generate_random_map` and the transition table of
+`FrozenLakeEnv`); this file adds the text around them. Rows of the grid are written so that each can be one token.
+Invariant: an unreadable turn never moves the agent, and the same options, seed and actions give the same episode.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
+from gymnasium.envs.toy_text.utils import categorical_sample
+from gymnasium.utils import seeding
+
+ACTIONS = ("Left", "Down", "Right", "Up")
+"""In gymnasium's order: the index is its action number."""
+SYSTEM_PROMPT = "Move P to G, avoid H. Reply <answer>Left</answer>, Down, Right or Up."
+INVALID = "Invalid action.\n"
+LARGEST_ROW_WORD = 5
+"""Up to this size every row that can occur is a word (68 rows for size 4, 160 for size 5)."""
+
+_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
+_NUMBER_OF = {name.lower(): number for number, name in enumerate(ACTIONS)}
+
+
+class FrozenLake:
+    """Reward 1 at the goal, 0 in a hole, `-invalid_penalty` for a turn that could not be read.
+
+    Observation: `size` lines over F (ice), H (hole), G (goal) and P (the agent, whatever it stands on); after an unreadable
+    turn a line that says so comes first. Options: `num_maps` maps fixed by `map_seed`, env seed s playing map s % num_maps
+    (0: every seed has a map of its own); `frozen` is the share of ice; `slippery` as in gymnasium (one third each for the
+    chosen way and its two sides); the episode is truncated after `max_turns` turns.
+    """
+
+    def __init__(
+        self,
+        *,
+        size: int = 4,
+        num_maps: int = 8,
+        map_seed: int = 0,
+        frozen: float = 0.8,
+        slippery: bool = False,
+        max_turns: int = 8,
+        invalid_penalty: float = 0.1,
+        system_prompt: str = SYSTEM_PROMPT,
+    ) -> None:
+        self.check_options(size=size, num_maps=num_maps, map_seed=map_seed, frozen=frozen, max_turns=max_turns)
+        self.size, self.num_maps, self.map_seed, self.frozen = size, num_maps, map_seed, frozen
+        self.slippery, self.max_turns, self.invalid_penalty = slippery, max_turns, invalid_penalty
+        self.system_prompt = system_prompt
+        self._rows: tuple[str, ...] = ()
+        self._transitions: dict[int, dict[int, list[tuple]]] = {}
+        self._random = np.random.default_rng(0)
+        self._state = 0
+        self._turns = 0
+        self._ended = True
+
+    @classmethod
+    def check_options(cls, **options: Any) -> None:
+        """ValueError naming the first option of a bad value and the valid ones."""
+        for name, low in (("size", 2), ("num_maps", 0), ("map_seed", 0), ("max_turns", 1)):
+            value = options.get(name, low)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ValueError(f"frozen_lake option {name}={value!r}: must be an integer >= {low}")
+        frozen = options.get("frozen", 1.0)
+        if not isinstance(frozen, int | float) or not 0.3 <= frozen <= 1:
+            raise ValueError(f"frozen_lake option frozen={frozen!r}: must be in [0.3, 1]; with less ice few maps have a path")
+
+    @property
+    def words(self) -> Sequence[str]:
+        """The system prompt, the rows, the actions and their tags, each to be one token."""
+        prompt = (self.system_prompt,) if self.system_prompt else ()
+        return (*prompt, *grid_rows(self.size), *ACTIONS, "<answer>", "</answer>", INVALID)
+
+    def reset(self, seed: int) -> tuple[str, dict]:
+        self._rows = tuple(self.map_of(seed))
+        self._transitions = _transitions(self._rows, self.slippery)
+        self._random, _ = seeding.np_random(seed)
+        self._random.random()  # gymnasium draws the start state first: the slips that follow are then the same as its own
+        self._state, self._turns, self._ended = 0, 0, False
+        return self._grid(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        if self._ended:
+            raise RuntimeError("step after the end of the episode: reset first")
+        self._turns += 1
+        truncated = self._turns >= self.max_turns
+        number = read_answer(action)
+        if number is None:
+            self._ended = truncated
+            return INVALID + self._grid(), -self.invalid_penalty, False, truncated, {"invalid": True, "success": False}
+        moves = self._transitions[self._state][number]
+        drawn = categorical_sample([move[0] for move in moves], self._random) if len(moves) > 1 else 0
+        _, state, reward, terminated = moves[drawn]
+        self._state, truncated = int(state), truncated and not terminated
+        self._ended = bool(terminated) or truncated
+        info = {"invalid": False, "success": bool(terminated) and reward > 0}
+        return self._grid(), float(reward), bool(terminated), truncated, info
+
+    def random_valid_action(self, rng: random.Random) -> str:
+        """One of the four actions, each as likely, in its tags."""
+        return f"<answer>{rng.choice(ACTIONS)}</answer>"
+
+    def map_of(self, seed: int) -> tuple[str, ...]:
+        """The rows of env seed `seed`'s map, S at the start."""
+        if seed < 0:
+            raise ValueError(f"seed={seed}: must be >= 0")
+        if self.num_maps:
+            return _fixed_maps(self.size, self.frozen, self.map_seed, self.num_maps)[seed % self.num_maps]
+        return _map(self.size, self.frozen, self.map_seed, seed)
+
+    def _grid(self) -> str:
+        row, column = divmod(self._state, self.size)
+        lines = [line.replace("S", "F") for line in self._rows]
+        lines[row] = f"{lines[row][:column]}P{lines[row][column + 1 :]}"
+        return "".join(f"{line}\n" for line in lines)
+
+
+def read_answer(text: str) -> int | None:
+    """The action number of a reply with exactly one `<answer>...</answer>` (any case); None for anything else."""
+    if [tag.group(1) for tag in _TAG.finditer(text)] != ["", "/"]:
+        return None
+    answer = _ANSWER.search(text)
+    return _NUMBER_OF.get(answer.group(1).strip().lower()) if answer else None
+
+
+def grid_rows(size: int) -> list[str]:
+    """Every line (newline included) that a grid of this size can show; none for sizes whose rows are too many."""
+    if size > LARGEST_ROW_WORD:
+        return []
+    plain = {"".join(cells) for cells in itertools.product("FH", repeat=size)}
+    bare = plain | {f"{row[:-1]}G" for row in plain}
+    walked = {f"{row[:column]}P{row[column + 1 :]}" for row in bare for column in range(size)}
+    return [f"{row}\n" for row in sorted(bare | walked)]
+
+
+@functools.lru_cache(maxsize=16)
+def _fixed_maps(size: int, frozen: float, map_seed: int, count: int) -> tuple[tuple[str, ...], ...]:
+    """`count` maps, no two alike as far as that many are easily found."""
+    draws = (_map(size, frozen, map_seed, own) for own in range(20 * count))
+    distinct = list(dict.fromkeys(itertools.islice(draws, count)))
+    while len(distinct) < count and (more := next(draws, None)) is not None:
+        if more not in distinct:
+            distinct.append(more)
+    return tuple(itertools.islice(itertools.cycle(distinct), count))
+
+
+@functools.lru_cache(maxsize=1024)
+def _map(size: int, frozen: float, map_seed: int, own: int) -> tuple[str, ...]:
+    return tuple(str(row) for row in generate_random_map(size=size, p=frozen, seed=(map_seed << 64) + own))
+
+
+@functools.lru_cache(maxsize=1024)
+def _transitions(rows: tuple[str, ...], slippery: bool) -> dict[int, dict[int, list[tuple]]]:
+    """gymnasium's table: state -> action -> [(probability, next state, reward, terminated)]."""
+    return FrozenLakeEnv(desc=list(rows), is_slippery=slippery).P

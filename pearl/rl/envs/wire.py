@@ -1,0 +1,76 @@
+"""What the environment pool and its host processes say to each other.
+
+Owns the message types and the fingerprint of an observation. Invariant: items carry serial numbers that rise by one per
+host process, and an item other than `Discard` is answered exactly once unless its process is lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+
+class Reset(msgspec.Struct, frozen=True, tag="reset"):
+    serial: int
+    episode_id: str
+    seed: int
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    serial: int
+    episode_id: str
+    action: str
+
+
+class Replay(msgspec.Struct, frozen=True, tag="replay"):
+    """Bring a new instance to where a lost one was; `fingerprints` are those of the first and each later observation."""
+
+    serial: int
+    episode_id: str
+    seed: int
+    actions: list[str]
+    fingerprints: list[str]
+
+
+class Discard(msgspec.Struct, frozen=True, tag="discard"):
+    episode_id: str
+
+
+class Batch(msgspec.Struct, frozen=True, tag="batch"):
+    """Work, in order. An empty one says that the pool is alive."""
+
+    items: list[Reset | Step | Replay | Discard]
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The process is up and wants work."""
+
+    pid: int
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """To a Reset, Step or Replay. With `error` the instance is gone and the other fields mean nothing."""
+
+    serial: int
+    episode_id: str
+    observation: str = ""
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    info: dict[str, Any] = {}
+    error: str | None = None
+
+
+class Answers(msgspec.Struct, frozen=True, tag="answers"):
+    answers: list[Answer]
+
+
+ToHost = Batch
+ToPool = Ready | Answers
+
+
+def fingerprint(observation: str) -> str:
+    """Equal for equal texts in any process; 8 bytes in hex."""
+    return hashlib.blake2b(observation.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

@@ -1,0 +1,41 @@
+"""Who has been heard from lately: silence of a rank, measured in time in which we ourselves were running. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+LONGEST_GAP_S = 1.0
+"""A pause of the watcher itself (Ctrl-Z, a suspended laptop) counts at most this much towards any deadline."""
+
+
+class Heartbeat:
+    """Says when a ping is due and which peers have been silent too long."""
+
+    def __init__(self, peers: Iterable[str], *, every_s: float, silence_s: float, now: float) -> None:
+        self.sequence = 0
+        self._every_s = every_s
+        self._silence_s = silence_s
+        self._silence = dict.fromkeys(peers, 0.0)
+        self._since_ping = every_s
+        self._last = now
+
+    def heard(self, peer: str) -> None:
+        if peer in self._silence:
+            self._silence[peer] = 0.0
+
+    def advance(self, now: float) -> list[str]:
+        """Moves time on; returns the peers whose silence has passed `silence_s`."""
+        gap = min(max(0.0, now - self._last), LONGEST_GAP_S)
+        self._last = now
+        self._since_ping += gap
+        for peer in self._silence:
+            self._silence[peer] += gap
+        return [peer for peer, silence in self._silence.items() if silence > self._silence_s]
+
+    def ping_due(self) -> bool:
+        """True once per `every_s`; counts the ping as sent."""
+        if self._since_ping < self._every_s:
+            return False
+        self._since_ping = 0.0
+        self.sequence += 1
+        return True

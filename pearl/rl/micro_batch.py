@@ -1,0 +1,142 @@
+"""Micro-batches: the sequences of one forward pass laid end to end, and the rows of it that are trained.
+
+Owns the checks of a TrainStep's data and the way from lists to tensors. It does not know models, losses or optimizers.
+Invariant: row `rows_N[n]` is the position that predicts `targets_N[n]`, the token after it in the same sequence, and there
+is one row for every token whose loss mask is 1 and none for any other. Tokens after a sequence's last trained one, and
+that one itself, predict nothing that is trained and are left out of the forward pass.
+
+Shapes: T tokens of the forward pass, N trained tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pearl.protocol import PackingPlan, TrainSequence, TrainStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Tensors of one forward pass; `behaviour_N` are the engine's log-probs of the targets.
+
+    `fresh_N`: the target's whole sequence was sampled by the version trained on; `stale_N`: the target was not.
+    """
+
+    input_ids_T: Tensor
+    positions_T: Tensor
+    lengths: tuple[int, ...]
+    rows_N: Tensor
+    targets_N: Tensor
+    behaviour_N: Tensor
+    advantages_N: Tensor
+    fresh_N: Tensor
+    stale_N: Tensor
+
+    @property
+    def num_trained(self) -> int:
+        return len(self.rows_N)
+
+    def with_behaviour(self, logprobs_N: Tensor) -> MicroBatch:
+        """The same with other behaviour log-probs."""
+        return replace(self, behaviour_N=logprobs_N)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """One sequence's share: what is fed, and its trained rows (counted from the sequence's start)."""
+
+    ids: np.ndarray
+    rows: np.ndarray
+    targets: np.ndarray
+    behaviour: np.ndarray
+    versions: np.ndarray
+
+
+def build(
+    sequences: Sequence[TrainSequence], advantages: Sequence[float], *, weight_version: int, device: torch.device
+) -> MicroBatch:
+    """Packs these sequences in the order given; sequences without a trained token take no room."""
+    parts = [(rows, advantage) for rows, advantage in zip(map(_rows, sequences), advantages, strict=True) if len(rows.rows)]
+    lengths = [len(rows.ids) for rows, _ in parts]
+    counts = [len(rows.rows) for rows, _ in parts]
+    starts = np.cumsum([0, *lengths])[:-1]
+    stale = [rows.versions != weight_version for rows, _ in parts]
+
+    def tensor(pieces: list[np.ndarray], dtype: type) -> Tensor:
+        joined = np.concatenate(pieces) if pieces else np.zeros(0)
+        return torch.from_numpy(joined.astype(dtype)).to(device)
+
+    return MicroBatch(
+        input_ids_T=tensor([rows.ids for rows, _ in parts], np.int64),
+        positions_T=tensor([np.arange(length) for length in lengths], np.int64),
+        lengths=tuple(lengths),
+        rows_N=tensor([rows.rows + start for (rows, _), start in zip(parts, starts, strict=True)], np.int64),
+        targets_N=tensor([rows.targets for rows, _ in parts], np.int64),
+        behaviour_N=tensor([rows.behaviour for rows, _ in parts], np.float32),
+        advantages_N=tensor([np.full(count, value) for count, (_, value) in zip(counts, parts, strict=True)], np.float32),
+        fresh_N=tensor([np.full(len(flags), not flags.any()) for flags in stale], np.bool_),
+        stale_N=tensor(stale, np.bool_),
+    )
+
+
+def _rows(sequence: TrainSequence) -> _Rows:
+    trained = np.flatnonzero(np.asarray(sequence.loss_mask))
+    end = int(trained[-1]) if len(trained) else 0
+    ids = np.asarray(sequence.token_ids, dtype=np.int64)
+    return _Rows(
+        ids=ids[:end],
+        rows=trained - 1,
+        targets=ids[trained],
+        behaviour=np.asarray(sequence.logprobs, dtype=np.float64)[trained],
+        versions=np.asarray(sequence.weight_versions, dtype=np.int64)[trained],
+    )
+
+
+def check(command: TrainStep, *, ranks: int, vocab_size: int, max_position: int) -> None:
+    """ValueError, naming the sequence or update, for data or a plan that no forward pass could be right about."""
+    for index, sequence in enumerate(command.sequences):
+        problem = _problem(sequence, vocab_size, max_position, command.objective == "policy")
+        if problem:
+            raise ValueError(f"step {command.step}: sequences[{index}].{problem}")
+    _check_plan(command.plan, len(command.sequences), ranks)
+
+
+def _problem(sequence: TrainSequence, vocab_size: int, max_position: int, sampled: bool) -> str | None:
+    size = len(sequence.token_ids)
+    for name in ("loss_mask", "logprobs", "weight_versions"):
+        if len(getattr(sequence, name)) != size:
+            return f"{name} has {len(getattr(sequence, name))} entries: must have one per token, {size}"
+    if size > max_position:
+        return f"token_ids has {size} tokens: must be at most the model's max_position={max_position}"
+    if size and not 0 <= min(sequence.token_ids) <= max(sequence.token_ids) < vocab_size:
+        wrong = next(token for token in sequence.token_ids if not 0 <= token < vocab_size)
+        return f"token_ids has {wrong}: must be in [0, {vocab_size})"
+    mask = set(sequence.loss_mask)
+    if not mask <= {0, 1}:
+        return f"loss_mask has {sorted(mask - {0, 1})[0]}: must be 0 or 1"
+    if size and sequence.loss_mask[0]:
+        return "loss_mask[0]=1: the first token has nothing before it that could predict it, must be 0"
+    if sampled and not np.isfinite(sequence.logprobs).all():
+        return "logprobs has an entry that is not finite"
+    return None
+
+
+def _check_plan(plan: PackingPlan, sequences: int, ranks: int) -> None:
+    seen: set[int] = set()
+    for number, update in enumerate(plan.updates):
+        if len(update) != ranks:
+            raise ValueError(f"plan.updates[{number}] is for {len(update)} ranks: must be for {ranks}")
+        if len({len(micro_batches) for micro_batches in update}) > 1:
+            counts = [len(micro_batches) for micro_batches in update]
+            raise ValueError(f"plan.updates[{number}] has {counts} micro-batches on its ranks: must be as many on each")
+        for index in (index for micro_batches in update for batch in micro_batches for index in batch):
+            if not 0 <= index < sequences:
+                raise ValueError(f"plan.updates[{number}] has sequence {index}: must be in [0, {sequences})")
+            if index in seen:
+                raise ValueError(f"plan.updates[{number}] has sequence {index} again: must be trained on once")
+            seen.add(index)

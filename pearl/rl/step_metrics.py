@@ -1,0 +1,85 @@
+"""The numbers of a step: what a batch was like, and where the step's time went. docs/metrics.md explains each key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pearl.clock import Clock
+from pearl.protocol import Done
+from pearl.rl.collector import Collector
+from pearl.rl.types import Group
+
+TRAINER_METRICS = (
+    "loss",
+    "kl",
+    "entropy",
+    "clip_fraction",
+    "ratio_mean",
+    "grad_norm",
+    "lr",
+    "logprob_gap",
+    "policy_shift",
+    "trained_tokens",
+)
+"""What a step's row takes over from the trainer."""
+
+
+def batch_metrics(batch: list[Group], weight_version: int) -> dict[str, Any]:
+    """Rewards, successes, turns and staleness of a batch that was trained from `weight_version`."""
+    members = [trajectory for group in batch for trajectory in group.trajectories]
+    rewards = np.array([trajectory.reward for trajectory in members])
+    turns = [turn for trajectory in members for turn in trajectory.turns]
+    staleness = [weight_version - trajectory.oldest_version for trajectory in members if trajectory.oldest_version >= 0]
+    flat = [len({trajectory.reward for trajectory in group.trajectories}) == 1 for group in batch]
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "success_rate": float(np.mean([trajectory.success for trajectory in members])),
+        "turns_mean": len(turns) / len(members),
+        "invalid_rate": float(np.mean([bool(turn.info.get("invalid")) for turn in turns])) if turns else 0.0,
+        "zero_variance_groups": float(np.mean(flat)),
+        "staleness_mean": float(np.mean(staleness)) if staleness else 0.0,
+        "staleness_max": max(staleness, default=0),
+        "batch_tokens": sum(len(trajectory.token_ids) for trajectory in members),
+    }
+
+
+class StepMeter:
+    """Splits the time of each step: waiting for trajectories, training, publishing, the rest."""
+
+    def __init__(self, clock: Clock, collector: Collector) -> None:
+        self._clock = clock
+        self._collector = collector
+        self._began = clock.now()
+        self._first = self._began
+        self._collected = self._began
+        self._counts = dict(collector.counts)
+        self._engine_s = collector.engine_seconds
+
+    def collected(self) -> None:
+        """The batch is complete; training begins."""
+        self._collected = self._clock.now()
+
+    def finish(self, trained: Done, published: Done, eval_s: float) -> dict[str, Any]:
+        """The step is over: its times and rates; the next step begins now."""
+        now = self._clock.now()
+        counts = {name: count - self._counts[name] for name, count in self._collector.counts.items()}
+        total, rollout_s = now - self._began, self._collected - self._began
+        row: dict[str, Any] = {
+            "time_s": total,
+            "elapsed_s": now - self._first,
+            "rollout_s": rollout_s,
+            "train_s": trained.seconds,
+            "publish_s": published.seconds,
+            "eval_s": eval_s,
+            "other_s": total - rollout_s - trained.seconds - published.seconds - eval_s,
+            "engine_s": self._collector.engine_seconds - self._engine_s,
+            "generated_tokens": counts["generated_tokens"],
+            "tokens_per_s": (counts["generated_tokens"] + (trained.metrics.get("tokens") or 0)) / total,
+            "prefix_hit_rate": counts["cached_tokens"] / max(1, counts["prompt_tokens"]),
+        }
+        row |= {name: trained.metrics.get(name) for name in TRAINER_METRICS}
+        self._began, self._counts, self._engine_s = now, dict(self._collector.counts), self._collector.engine_seconds
+        return row

@@ -1,0 +1,262 @@
+"""The order of a training run: warm-up, then collect - train - publish, step by step, with evaluation and checkpoints.
+
+Owns what a step is and its row of metrics. It does not know sockets or processes (`controller.py` carries out its commands)
+nor when a group may start (`sched/admission.py`). Invariants: a batch is complete groups in the order of their ids; the
+books of the buffer add up after every step; a step's row is on disk before the next step begins.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from pearl.clock import Clock
+from pearl.config import Config
+from pearl.engine.tokenizer import Tokenizer
+from pearl.metrics.jsonl import JsonlWriter
+from pearl.protocol import Checkpoint, Done, Publish, Serve, SetReference, TrainSequence, TrainStep
+from pearl.rl.buffer import Buffer
+from pearl.rl.collector import Collector
+from pearl.rl.envs import registry as environments
+from pearl.rl.packing import plan_packing
+from pearl.rl.rollout import train_sequence
+from pearl.rl.step_metrics import StepMeter, batch_metrics
+from pearl.rl.types import Group, Trajectory
+from pearl.rl.warmup import warmup_sequences
+from pearl.sched.admission import Admission
+
+EVAL_SEEDS = 1_000_000_000
+"""Environment seeds from here on are for evaluation; training never reaches them."""
+
+SEED_STRIDE = 1_000_000
+"""Training group k of a run with seed s plays environment seed s * SEED_STRIDE + k (modulo EVAL_SEEDS)."""
+
+
+class Driver(Protocol):
+    """What a run needs of the controller."""
+
+    config: Config
+    run: Path
+    clock: Clock
+    pool: Any
+
+    def wait_for(self, ready: Any, limit: str, what: str, *, renew: Any = None) -> None: ...
+    def carry_out(self, make: Any) -> Done: ...
+    def notice(self, text: str) -> None: ...
+    def report(self, row: dict[str, Any]) -> None: ...
+
+
+class TrainingRun:
+    """One run from the first command to the last; `run()` returns the sentence that ends it."""
+
+    def __init__(self, driver: Driver, collector: Collector, tokenizer: Tokenizer, *, max_model_len: int) -> None:
+        self.config = driver.config
+        self.buffer = Buffer()
+        self._driver = driver
+        self._collector = collector
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        groups = self.config.rollout_batch_size // self.config.group_size
+        self._admission = Admission(groups_per_batch=groups, max_staleness=self.config.max_staleness)
+        self._rows = JsonlWriter(driver.run / "metrics.jsonl")
+        self._episodes = JsonlWriter(driver.run / "trajectories.jsonl")
+        self._successes: list[float] = []
+        self._evaluated: list[Trajectory] = []
+        self._retries: dict[str, int] = {}
+        self._started = 0
+        self._step = 0
+        self._version = 0
+        self._admitting = False
+
+    # ------------------------------------------------------------------------------------------------- the order
+
+    def run(self) -> str:
+        config = self.config
+        self._warm_up()
+        self._command(lambda number: SetReference(number=number))
+        self._command(lambda number: Publish(number=number, version=self._version))
+        self._command(lambda number: Serve(number=number))
+        self._admitting = True
+        meter = StepMeter(self._driver.clock, self._collector)
+        for step in range(1, config.max_steps + 1):
+            batch = self._collect()
+            meter.collected()
+            trained = self._train(step, batch)
+            published = self._command(lambda number: Publish(number=number, version=self._version + 1))
+            self._version, self._step = self._version + 1, step
+            due = config.eval_steps and step % config.eval_steps == 0
+            score, eval_s = self._evaluate() if due else (None, 0.0)
+            row = self._row(batch, trained, score) | meter.finish(trained, published, eval_s)
+            self._rows.write(row)
+            self._driver.report(row)
+            if config.save_steps and step % config.save_steps == 0:
+                self._save(f"checkpoints/step_{step:06d}")
+        self._save("policy")
+        return self._summary()
+
+    def _warm_up(self) -> None:
+        options = self.config.warmup
+        if not options.steps:
+            return
+        rng = random.Random(self.config.seed)
+        metrics: dict[str, Any] = {}
+        for step in range(1, options.steps + 1):
+            sequences = warmup_sequences(
+                lambda: environments.make(self.config.env.name, **environments.constructor_options(self.config.env)),
+                self._tokenizer,
+                options.episodes,
+                rng,
+                max_turns=self.config.env.max_turns,
+                max_model_len=self._max_model_len,
+            )
+            metrics = self._train_step(step, "sft", sequences, len(sequences)).metrics
+            if step % 10 == 0 or step == options.steps:
+                self._driver.notice(f"warm-up {step:>3}/{options.steps}  loss {metrics['loss']:.3f}")
+
+    def _collect(self) -> list[Group]:
+        needed = self._admission.groups_per_batch
+        batch: list[Group] | None = None
+
+        def complete() -> bool:
+            nonlocal batch
+            batch = self.buffer.take(needed, self._version, self.config.max_staleness)
+            return batch is not None
+
+        self._driver.wait_for(
+            complete,
+            "rollout.request_timeout_s",
+            f"a batch of {needed} groups ({self.buffer.ready} ready)",
+            renew=lambda: (self._collector.counts["generated_tokens"], self.buffer.in_flight, self.buffer.dropped.total()),
+        )
+        assert batch is not None
+        return batch
+
+    def _train(self, step: int, batch: list[Group]) -> Done:
+        sequences = [
+            train_sequence(trajectory, group=number) for number, group in enumerate(batch) for trajectory in group.trajectories
+        ]
+        return self._train_step(step, "policy", sequences, self.config.optimizer.mini_batch_size)
+
+    def _train_step(self, step: int, objective: Any, sequences: list[TrainSequence], mini_batch: int) -> Done:
+        rng = np.random.default_rng([self.config.seed, step])
+        plan = plan_packing(
+            [len(sequence.token_ids) for sequence in sequences],
+            mini_batch_size=mini_batch,
+            micro_batch_tokens=self.config.optimizer.micro_batch_tokens,
+            ranks=1,
+            order=rng.permutation(len(sequences)).tolist(),
+        )
+        return self._command(
+            lambda number: TrainStep(
+                number=number, step=step, objective=objective, sequences=sequences, plan=plan, weight_version=self._version
+            )
+        )
+
+    def _evaluate(self) -> tuple[float, float]:
+        """Greedy episodes on seeds that training never sees: the share that succeeded, and the seconds it took."""
+        began = self._driver.clock.now()
+        self._evaluated = []
+        self._admitting = False
+        count = self.config.eval_episodes
+        for episode in range(count):
+            name = f"eval-{self._step}-{episode}"
+            self._collector.start(name, group_id=-1, env_seed=EVAL_SEEDS + episode, purpose="eval")
+        self._driver.wait_for(
+            lambda: len(self._evaluated) == count,
+            "rollout.request_timeout_s",
+            "evaluation episodes",
+            renew=lambda: (self._collector.counts["generated_tokens"], len(self._evaluated)),
+        )
+        self._admitting = True
+        return sum(trajectory.success for trajectory in self._evaluated) / count, self._driver.clock.now() - began
+
+    def _save(self, name: str) -> None:
+        path = str(self._driver.run / name)
+        self._command(lambda number: Checkpoint(number=number, path=path, step=self._step))
+
+    def _command(self, make: Any) -> Done:
+        return self._driver.carry_out(make)
+
+    # ------------------------------------------------------------------------------------------------- each turn
+
+    def admit(self) -> None:
+        """Called in every turn of the loop: files what ended and starts what may start."""
+        for trajectory in self._collector.take_ended():
+            self._file(trajectory)
+        if not self._admitting:
+            return
+        room = self._admission.may_start(
+            started=self._started,
+            trained_batches=self._step,
+            dropped=self.buffer.dropped_groups,
+            total_batches=self.config.max_steps,
+        )
+        for _ in range(room):
+            self._start_group()
+
+    def _start_group(self) -> None:
+        group_id, self._started = self._started, self._started + 1
+        env_seed = (self.config.seed * SEED_STRIDE + group_id) % EVAL_SEEDS
+        names = [f"{group_id}-{member}" for member in range(self.config.group_size)]
+        self.buffer.dispatch(group_id, env_seed, names)
+        for name in names:
+            self._collector.start(name, group_id=group_id, env_seed=env_seed, purpose="train")
+
+    def _file(self, trajectory: Trajectory) -> None:
+        self._episodes.write(_record(trajectory))
+        if trajectory.group_id < 0:
+            self._evaluated.append(trajectory)
+        elif trajectory.outcome == "failed" and self._may_retry(trajectory):
+            name = f"{trajectory.trajectory_id}r"
+            self.buffer.retry(trajectory, name)
+            self._collector.start(name, group_id=trajectory.group_id, env_seed=trajectory.env_seed, purpose="train")
+        else:
+            self.buffer.finish(trajectory)
+
+    def _may_retry(self, trajectory: Trajectory) -> bool:
+        return trajectory.trajectory_id.count("r") < self.config.env.retries
+
+    # ------------------------------------------------------------------------------------------------- the books
+
+    def _row(self, batch: list[Group], trained: Done, score: float | None) -> dict[str, Any]:
+        self.buffer.check()
+        counts = {
+            "dispatched": self.buffer.dispatched,
+            "trained": self.buffer.trained,
+            "dropped": self.buffer.dropped.total(),
+            "in_flight": self.buffer.in_flight,
+            "failed_trajectories": self.buffer.dropped["failed"],
+        }
+        environment = {f"env_{name}": self._driver.pool.counts[name] for name in ("errors", "timeouts", "restarts")}
+        row = {"step": self._step, "max_steps": self.config.max_steps, "weight_version": self._version}
+        row |= batch_metrics(batch, self._version - 1) | counts | environment | {"eval_success_rate": score}
+        self._successes.append(row["success_rate"])
+        return row
+
+    def _summary(self) -> str:
+        last = self._successes[-10:]
+        books = self.buffer.counts()
+        return (
+            f"success {sum(last) / len(last):.3f} (mean of the last {len(last)} steps); trajectories: "
+            + ", ".join(f"{name} {count}" for name, count in books.items())
+            + f"; policy in {self._driver.run / 'policy'}"
+        )
+
+
+def _record(trajectory: Trajectory) -> dict[str, Any]:
+    """A trajectory as one line of trajectories.jsonl: text for people, ids for machines."""
+    return {
+        "trajectory_id": trajectory.trajectory_id,
+        "env_seed": trajectory.env_seed,
+        "outcome": trajectory.outcome,
+        "error": trajectory.error,
+        "reward": trajectory.reward,
+        "success": trajectory.success,
+        "turns": trajectory.turns,
+        "token_ids": trajectory.token_ids,
+        "loss_mask": trajectory.loss_mask,
+        "weight_versions": [trajectory.oldest_version, max(trajectory.weight_versions, default=-1)],
+    }

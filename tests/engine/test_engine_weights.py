@@ -1,0 +1,93 @@
+"""Weight versions: what running requests do, what is refused, what is forgotten."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import hf_models
+import pytest
+import torch
+from engine_cases import GREEDY, assert_greedy, make, model, named, one, oracle, run
+
+from pearl.config import EngineConfig
+from pearl.engine.engine import Engine
+from pearl.engine.models.config import from_folder
+from pearl.protocol import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hf_models.save(model(), tmp_path_factory.mktemp("dense"))
+
+
+def test_new_weights_are_used_and_old_prefixes_are_not(folder: Path) -> None:
+    engine = make(folder)
+    prompt = hf_models.prompt(13)
+    assert_greedy(one(engine, prompt), 8)
+    assert engine.weight_version == 0
+    engine.update_weights(named(1), version=1)
+    completion = one(engine, prompt)
+    assert (completion.num_cached_tokens, completion.weight_versions) == (0, [1] * 8)
+    assert_greedy(completion, 8, seed=1)
+    assert completion.token_ids != oracle(tuple(prompt), 8)[0]
+    assert one(engine, prompt).num_cached_tokens == 12
+    assert engine.stats().weight_version == engine.weight_version == 1
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute", "abort"])
+def test_running_requests_at_an_update(folder: Path, mode: str) -> None:
+    engine = make(folder)
+    prompt = hf_models.prompt(6)
+    rid = engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=12))
+    for _ in range(4):
+        engine.step()
+    engine.update_weights(named(1), version=1, mode=mode)
+    completion = run(engine)[rid][0]
+    old = oracle(tuple(prompt), 4)[0]
+    assert completion.token_ids[:4] == old
+    if mode == "abort":
+        assert (completion.finish_reason, completion.weight_versions) == ("abort", [0] * 4)
+        return
+    assert completion.weight_versions == [0] * 4 + [1] * 8
+    recomputed = oracle(tuple(prompt + old), 8, 1)[0]
+    assert (completion.token_ids[4:] == recomputed) is (mode == "recompute")
+    following = one(engine, prompt + old)
+    assert_greedy(following, 8, seed=1)
+
+
+def test_an_engine_without_weights_serves_nothing(folder: Path) -> None:
+    engine = Engine(EngineConfig(model=folder, dtype="float32", num_blocks=50), load_weights=False)
+    rid = engine.add_request(hf_models.prompt(6), GREEDY)
+    assert engine.stats().weight_version == engine.weight_version == -1
+    with pytest.raises(RuntimeError, match=r"no weights"):
+        engine.step()
+    with pytest.raises(ValueError):
+        engine.update_weights(named(1)[:-1], version=0)
+    with pytest.raises(RuntimeError, match=r"no weights"):
+        engine.step()
+    engine.update_weights(named(1), version=0)
+    assert_greedy(run(engine)[rid][0], 8, seed=1)
+
+
+def test_a_refused_update_changes_nothing(folder: Path) -> None:
+    engine = make(folder)
+    prompt = hf_models.prompt(6)
+    poisoned = [(name, tensor.clone()) for name, tensor in named(1)]
+    poisoned[3][1].view(-1)[0] = math.nan
+    for tensors, version in ((poisoned, 1), (named(1)[1:], 1), ([*named(1), ("extra", torch.zeros(2))], 1), (named(1), 0)):
+        with pytest.raises(ValueError):
+            engine.update_weights(tensors, version=version)
+        assert engine.weight_version == 0
+        assert_greedy(one(engine, prompt), 8)
+    engine.update_weights(iter(named(1)), version=5)
+    assert_greedy(one(engine, prompt), 8, seed=1)
+
+
+def test_random_weights_are_the_seed_s(folder: Path) -> None:
+    config = from_folder(folder)
+    settings = {"model": config, "dtype": "float32", "num_blocks": 50, "load_format": "dummy"}
+    engines = [Engine(EngineConfig(**settings, seed=seed)) for seed in (3, 3, 4)]
+    answers = [one(engine, [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=12)).logprobs for engine in engines]
+    assert answers[0] == answers[1] != answers[2]
+    assert engines[0].weight_version == 0

@@ -1,0 +1,261 @@
+"""The decoder against transformers: packed, paged in chunks, in every spelling of a configuration; gradients; the head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import hf_models
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pearl.engine.kernels.interface import PackedBatch, PagedBatch
+from pearl.engine.kernels.reference import ReferenceKernels
+from pearl.engine.models import layers
+from pearl.engine.models.config import ModelConfig, from_hf
+from pearl.engine.models.decoder import Decoder, paged_attend, varlen_attend
+from pearl.engine.models.params import param_specs
+from pearl.engine.weights.store import WeightStore
+
+TOLERANCE = 1e-4
+LENGTHS = (13, 1, 40, 8, 5)
+
+VARIANTS: dict[str, tuple[Callable[..., PreTrainedModel], dict[str, Any]]] = {
+    "dense": (hf_models.dense, {}),
+    "dense-tied": (hf_models.dense, {"tie_word_embeddings": True}),
+    "dense-bias": (hf_models.dense, {"attention_bias": True}),
+    "dense-theta-1e4": (hf_models.dense, {"rope_theta": 1e4}),
+    "dense-large-eps": (hf_models.dense, {"rms_norm_eps": 0.5}),
+    "dense-no-groups": (hf_models.dense, {"num_key_value_heads": 4}),
+    "dense-one-kv-head-of-5": (hf_models.dense, {"num_attention_heads": 5, "num_key_value_heads": 1}),
+    "dense-groups-of-7": (hf_models.dense, {"num_attention_heads": 14, "num_key_value_heads": 2}),
+    "dense-head-80": (hf_models.dense, {"head_dim": 80}),
+    "llama": (hf_models.llama, {}),
+    "llama-tied": (hf_models.llama, {"tie_word_embeddings": True}),
+    "llama-biases": (hf_models.llama, {"attention_bias": True, "mlp_bias": True}),
+    "llama-mlp-bias": (hf_models.llama, {"mlp_bias": True}),
+    "llama-head-96": (hf_models.llama, {"head_dim": 96}),
+    "llama-groups-of-5": (hf_models.llama, {"hidden_size": 40, "num_attention_heads": 10, "num_key_value_heads": 2}),
+}
+
+
+def config_of(model: PreTrainedModel, **changes: Any) -> ModelConfig:
+    return from_hf({**model.config.to_dict(), "architectures": [type(model).__name__], **changes})
+
+
+def decoder_of(model: PreTrainedModel, config: ModelConfig | None = None, dtype: torch.dtype = torch.float32) -> Decoder:
+    config = config or config_of(model)
+    decoder = Decoder(config, ReferenceKernels(), dtype=dtype)
+    store = WeightStore(config, dict(decoder.named_parameters()), decoder.kernels)
+    store.stage(model.state_dict().items(), 0)
+    store.commit()
+    return decoder
+
+
+def packed_logits(decoder: Decoder, sequences: list[list[int]]) -> list[Tensor]:
+    lengths = tuple(len(ids) for ids in sequences)
+    positions_T = torch.cat([torch.arange(n) for n in lengths])
+    batch = PackedBatch(positions_T=positions_T, lengths=lengths)
+    attend = varlen_attend(decoder.kernels, batch, decoder.config)
+    hidden_TD = decoder(torch.tensor(sum(sequences, [])), positions_T, attend)
+    return list(decoder.logits(hidden_TD).split(lengths))
+
+
+@torch.inference_mode()
+def paged_logits(decoder: Decoder, sequences: list[list[int]], *, block_size: int, chunk: int, seed: int = 0) -> list[Tensor]:
+    """Steps of up to `chunk` tokens per sequence over a poisoned pool whose blocks are dealt out at random."""
+    config, rng = decoder.config, np.random.default_rng(seed)
+    needed = [-(-len(ids) // block_size) for ids in sequences]
+    shape = (config.num_layers, 2, sum(needed) + 3, config.num_kv_heads, block_size, config.head_dim)
+    pool = torch.full(shape, float("nan"), dtype=decoder.rope_cos.dtype)
+    dealt = rng.permutation(shape[2])[: sum(needed)].tolist()
+    tables = [[dealt.pop() for _ in range(n)] for n in needed]
+    done, rows = [0] * len(sequences), [[] for _ in sequences]
+    while any(d < len(ids) for d, ids in zip(done, sequences, strict=True)):
+        spans = [(s, done[s], min(done[s] + chunk, len(ids))) for s, ids in enumerate(sequences) if done[s] < len(ids)]
+        spans.sort(key=lambda span: span[2] - span[1] != 1)  # decode rows first
+        attend = paged_attend(decoder.kernels, pool, _batch(spans, tables, block_size), config)
+        ids_T = torch.tensor([token for s, a, b in spans for token in sequences[s][a:b]])
+        positions_T = torch.tensor([p for _, a, b in spans for p in range(a, b)])
+        logits = decoder.logits(decoder(ids_T, positions_T, attend))
+        for (s, _, b), part in zip(spans, logits.split([b - a for _, a, b in spans]), strict=True):
+            rows[s].append(part)
+            done[s] = b
+    return [torch.cat(parts) for parts in rows]
+
+
+def _batch(spans: list[tuple[int, int, int]], tables: list[list[int]], block_size: int) -> PagedBatch:
+    width = max(map(len, tables))
+    return PagedBatch(
+        positions_T=torch.tensor([p for _, a, b in spans for p in range(a, b)]),
+        slot_mapping_T=torch.tensor(
+            [tables[s][p // block_size] * block_size + p % block_size for s, a, b in spans for p in range(a, b)]
+        ),
+        query_starts_S1=torch.tensor(np.cumsum([0, *(b - a for _, a, b in spans)]), dtype=torch.int32),
+        context_lens_S=torch.tensor([b for _, _, b in spans], dtype=torch.int32),
+        block_tables_SN=torch.tensor([tables[s] + [0] * (width - len(tables[s])) for s, _, _ in spans], dtype=torch.int32),
+        num_decodes=sum(b - a == 1 for _, a, b in spans),
+        max_query_len=max(b - a for _, a, b in spans),
+        max_context_len=max(b for _, _, b in spans),
+    )
+
+
+def gap(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def sequences_of(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    return [hf_models.prompt(n, seed=n) for n in lengths]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_transformers_packed_and_paged(variant: str) -> None:
+    build, overrides = VARIANTS[variant]
+    model = hf_models.randomise(build(**overrides))
+    decoder = decoder_of(model)
+    assert [name for name, _ in decoder.named_parameters()] == [spec.name for spec in param_specs(decoder.config)]
+    sequences = sequences_of()
+    expected = [hf_models.logits(model, ids) for ids in sequences]
+    with torch.no_grad():
+        assert gap(packed_logits(decoder, sequences), expected) < TOLERANCE
+    assert gap(paged_logits(decoder, sequences, block_size=4, chunk=7), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(("block_size", "chunk"), [(1, 3), (3, 1), (4, 4), (5, 64), (16, 1), (16, 9)])
+def test_block_and_chunk_sizes_do_not_matter(block_size: int, chunk: int) -> None:
+    model = hf_models.randomise(hf_models.dense())
+    sequences = sequences_of((33, 4, 1, 16, 9))
+    expected = [hf_models.logits(model, ids) for ids in sequences]
+    ours = paged_logits(decoder_of(model), sequences, block_size=block_size, chunk=chunk, seed=chunk)
+    assert gap(ours, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("build", "overrides", "wrong"),
+    [
+        (hf_models.dense, {}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+        (hf_models.dense, {"rms_norm_eps": 0.5}, {"rms_norm_eps": 1e-6}),
+    ],
+)
+def test_a_wrong_number_in_the_configuration_shows(build: Callable, overrides: dict, wrong: dict) -> None:
+    model = hf_models.randomise(build(**overrides))
+    ids = hf_models.prompt(40)
+    with torch.no_grad():
+        ours = packed_logits(decoder_of(model, config_of(model, **wrong)), [ids])
+    assert gap(ours, [hf_models.logits(model, ids)]) > 0.1
+
+
+@pytest.mark.parametrize("part", ["q_norm", "k_norm", "qkv.bias", "o.bias", "gate_up.bias", "down.bias", "post_norm"])
+def test_every_randomised_parameter_shows(part: str) -> None:
+    """What the comparison rests on: leaving out a norm's weight or a bias is far outside the tolerance."""
+    build = hf_models.dense if part in ("q_norm", "k_norm") else hf_models.llama
+    model = hf_models.randomise(build(**({} if build is hf_models.dense else {"attention_bias": True, "mlp_bias": True})))
+    decoder, ids = decoder_of(model), hf_models.prompt(40)
+    with torch.no_grad():
+        for name, value in decoder.named_parameters():
+            if part in name:
+                value.fill_(0.0 if name.endswith("bias") else 1.0)
+        assert gap(packed_logits(decoder, [ids]), [hf_models.logits(model, ids)]) > 0.02
+
+
+def test_old_and_new_spelling_of_a_configuration() -> None:
+    model = hf_models.randomise(hf_models.dense())
+    new = {**model.config.to_dict(), "architectures": ["Qwen3ForCausalLM"], "dtype": "float32"}
+    old = {key: value for key, value in new.items() if key not in ("rope_parameters", "dtype")}
+    old |= {"rope_theta": 1e6, "rope_scaling": None, "torch_dtype": "float32"}
+    assert from_hf(old) == from_hf(new)
+    assert from_hf({**new, "rope_theta": 5.0}).rope_theta == 1e6  # the new spelling wins
+    del old["rope_theta"]
+    assert from_hf(old).rope_theta == 1e4
+    ids = hf_models.prompt(40)
+    with torch.no_grad():
+        assert gap(packed_logits(decoder_of(model, from_hf(old)), [ids]), [hf_models.logits(model, ids)]) > 1.0
+
+
+@pytest.mark.parametrize("variant", ["dense", "dense-tied", "llama-biases"])
+def test_gradients_equal_transformers(variant: str) -> None:
+    """One backward pass of a packed batch against the sum over separate sequences. Lengths make two padded groups."""
+    build, overrides = VARIANTS[variant]
+    model = hf_models.randomise(build(**overrides))
+    sequences = sequences_of((13, 3, 30, 16, 4))
+    decoder = decoder_of(model)
+    with torch.inference_mode():
+        packed_logits(decoder, sequences)  # whatever is remembered from it must be usable in training
+    total = sum(len(ids) - 1 for ids in sequences)
+
+    def loss_of(rows: list[Tensor]) -> Tensor:
+        pairs = [(r[:-1], torch.tensor(ids[1:])) for r, ids in zip(rows, sequences, strict=True)]
+        return sum(torch.nn.functional.cross_entropy(r, t, reduction="sum") for r, t in pairs) / total
+
+    loss = loss_of(packed_logits(decoder, sequences))
+    expected = loss_of([model(input_ids=torch.tensor([ids]), use_cache=False).logits[0] for ids in sequences])
+    loss.backward()
+    expected.backward()
+    assert abs(float((loss - expected).detach())) < 1e-5
+    theirs = dict(model.named_parameters())
+    for spec in param_specs(decoder.config):
+        wanted = torch.cat([theirs[part.hf_name].grad for part in spec.parts])
+        mine = decoder.get_parameter(spec.name).grad
+        assert float((mine - wanted).abs().max()) < 1e-5 * max(1.0, float(wanted.abs().max())), spec.name
+        assert float(wanted.abs().max()) > 1e-4, f"{spec.name}: nothing to compare"
+
+
+def test_head_of_a_16_bit_model_is_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "HEAD_ROWS", 48)  # several slices
+    decoder = decoder_of(hf_models.dense(), dtype=torch.bfloat16).requires_grad_(False)
+    hidden_TD = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight_VD = decoder.get_parameter("lm_head.weight")
+    logits = decoder.logits(hidden_TD)
+    expected = hidden_TD.float() @ weight_VD.float().T
+    assert logits.dtype == torch.float32
+    assert float((logits - expected).abs().max()) < TOLERANCE
+    assert float((hidden_TD @ weight_VD.T - expected).abs().max()) > 100 * TOLERANCE
+
+
+def test_16_bit_model_is_no_further_from_fp32_than_transformers() -> None:
+    model, ids = hf_models.randomise(hf_models.dense()), hf_models.prompt(64)
+    exact = torch.log_softmax(hf_models.logits(model, ids), -1)
+    with torch.no_grad():
+        ours = packed_logits(decoder_of(model, dtype=torch.bfloat16), [ids])[0]
+    theirs = hf_models.logits(model.bfloat16(), ids)
+    mean = [float((torch.log_softmax(x, -1) - exact).abs().mean()) for x in (ours, theirs)]
+    assert mean[0] <= 1.1 * mean[1]
+
+
+def test_rope_tables_stay_fp32_when_the_model_is_cast() -> None:
+    decoder = decoder_of(hf_models.dense()).to(torch.bfloat16)
+    angle = np.outer(np.arange(256), 1e6 ** -(np.arange(0, 16, 2) / 16))
+    for table, exact in ((decoder.rope_cos, np.cos(angle)), (decoder.rope_sin, np.sin(angle))):
+        assert table.dtype == torch.float32
+        assert np.abs(table.numpy() - np.concatenate([exact, exact], axis=1)).max() < 1e-7
+    assert next(decoder.parameters()).dtype == torch.bfloat16
+    assert list(decoder.buffers()) == []
+
+
+def test_init_weights_is_a_function_of_the_seed() -> None:
+    config = config_of(hf_models.llama(attention_bias=True))
+    first, second, other = (Decoder(config, ReferenceKernels(), dtype=torch.float32) for _ in range(3))
+    narrow = Decoder(config, ReferenceKernels(), dtype=torch.bfloat16)
+    for decoder, seed in ((first, 3), (second, 3), (other, 4), (narrow, 3)):
+        decoder.init_weights(seed)
+    for name, value in first.named_parameters():
+        assert torch.equal(value, second.get_parameter(name))
+        assert torch.equal(value.bfloat16(), narrow.get_parameter(name))
+        if "norm" in name:
+            assert bool((value == 1).all())
+        elif name.endswith("bias"):
+            assert bool((value == 0).all())
+        else:
+            assert not torch.equal(value, other.get_parameter(name))
+            assert 0.018 < float(value.detach().std()) < 0.022
+            assert abs(float(value.detach().mean())) < 0.002
+
+
+def test_a_position_past_the_end_raises() -> None:
+    decoder = decoder_of(hf_models.dense())
+    batch = PackedBatch(positions_T=torch.tensor([256]), lengths=(1,))
+    with pytest.raises((IndexError, RuntimeError)):
+        decoder(torch.tensor([1]), batch.positions_T, varlen_attend(decoder.kernels, batch, decoder.config))

@@ -1,0 +1,107 @@
+"""Finding blocks by content: chains, roots, colliding hashes, eviction order."""
+
+from __future__ import annotations
+
+import pytest
+
+from pearl.engine.prefix_cache import PrefixCache, block_hash, root_hash
+
+ROOT = (0, None)
+
+
+def filled(*blocks: tuple[int, ...]) -> tuple[PrefixCache, list[int]]:
+    """A cache with one chain, block ids 0, 1, ...; and the entry ids."""
+    cache, parent, hash_, ids = PrefixCache(), ROOT, root_hash(ROOT), []
+    for block_id, token_ids in enumerate(blocks):
+        hash_ = block_hash(hash_, token_ids)
+        parent = cache.insert(hash_, parent, token_ids, block_id)
+        ids.append(parent)
+    return cache, ids
+
+
+def test_hashes_are_chained_salted_and_the_same_in_every_process():
+    first = block_hash(root_hash(ROOT), (1, 2))
+    assert first == block_hash(root_hash((0, None)), (1, 2))
+    roots = [(0, None), (1, None), (0, "a"), (0, ""), (0, "None"), (10, None), (1, "0:")]
+    assert len({root_hash(root) for root in roots}) == len(roots)
+    others = [block_hash(root_hash((1, None)), (1, 2)), block_hash(first, (1, 2)), block_hash(root_hash(ROOT), (2, 1))]
+    assert first not in others and len(set(others)) == 3
+    assert block_hash(5, (-1, 5)) != block_hash(5, (-2, 5))  # python's own hash() says these are equal
+
+
+def test_found_only_with_equal_ids_and_parent():
+    cache, (first, second) = filled((1, 2), (3, 4))
+    at = root_hash(ROOT)
+    one = block_hash(at, (1, 2))
+    assert cache.find(one, ROOT, (1, 2)).block_id == 0
+    assert cache.find(block_hash(one, (3, 4)), first, (3, 4)).entry_id == second
+    assert cache.find(one, ROOT, (1, 3)) is None
+    assert cache.find(one, (1, None), (1, 2)) is None
+    assert cache.find(one, (0, "salt"), (1, 2)) is None
+    assert cache.find(block_hash(one, (3, 4)), second, (3, 4)) is None
+    cache.check_integrity()
+
+
+def test_one_bucket_for_all_still_tells_them_apart():
+    cache = PrefixCache()
+    first = cache.insert(7, ROOT, (1,), 0)
+    other = cache.insert(7, ROOT, (2,), 1)
+    child = cache.insert(7, first, (3,), 2)
+    assert len({first, other, child}) == 3
+    assert cache.find(7, first, (3,)).block_id == 2 and cache.find(7, other, (3,)) is None
+    cache.drop(0)
+    assert cache.find(7, ROOT, (1,)) is None and cache.find(7, ROOT, (2,)).block_id == 1
+    cache.check_integrity()
+
+
+def test_equal_content_in_a_second_block_is_not_cached_twice():
+    cache, (first, _) = filled((1, 2), (3, 4))
+    assert cache.insert(block_hash(root_hash(ROOT), (1, 2)), ROOT, (1, 2), 9) == first
+    assert 9 not in cache and len(cache) == 2
+
+
+def test_children_of_a_dropped_parent_are_never_found_again():
+    cache, (first, _) = filled((1, 2), (3, 4))
+    cache.drop(0)
+    assert not cache.is_live(first) and cache.is_live(ROOT)
+    hash_ = block_hash(root_hash(ROOT), (1, 2))
+    again = cache.insert(hash_, ROOT, (1, 2), 0)
+    assert again != first and cache.find(block_hash(hash_, (3, 4)), again, (3, 4)) is None
+    cache.insert(block_hash(hash_, (3, 4)), again, (3, 4), 1)  # the same block, now under the living parent
+    assert cache.find(block_hash(hash_, (3, 4)), again, (3, 4)).block_id == 1 and len(cache) == 2
+    cache.check_integrity()
+
+
+def test_eviction_takes_the_block_released_longest_ago():
+    cache, _ = filled((1,), (2,), (3,), (4,))
+    with pytest.raises(KeyError, match="held"):
+        cache.evict()
+    for block_id in (3, 2, 1, 0):
+        cache.release(block_id)
+    cache.hold(2)
+    cache.release(3)  # released again: the youngest now
+    assert cache.evictable_blocks() == [1, 0, 3]
+    assert [cache.evict() for _ in range(3)] == [1, 0, 3]
+    assert 2 in cache and 1 not in cache and cache.num_evictable == 0
+    cache.check_integrity()
+
+
+def test_reset_names_the_blocks_that_nobody_holds():
+    cache, _ = filled((1,), (2,), (3,))
+    cache.release(1)
+    assert cache.reset() == (3, [1])
+    assert len(cache) == 0 and cache.reset() == (0, [])
+    cache.check_integrity()
+
+
+def test_integrity_sees_broken_maps():
+    for break_it in (
+        lambda cache: cache._by_block.pop(0),
+        lambda cache: cache._buckets.clear(),
+        lambda cache: cache._by_block.__setitem__(1, cache._by_block[0]),
+        lambda cache: cache.release(9),
+    ):
+        cache, _ = filled((1,), (2,))
+        break_it(cache)
+        with pytest.raises(RuntimeError):
+            cache.check_integrity()

@@ -1,0 +1,100 @@
+"""Overrides, checks and the round trip of a Config."""
+
+import dataclasses
+
+import pytest
+
+from pearl.config import Config, EngineConfig, from_json, resolve, to_json
+from pearl.overrides import keys_of, override
+from pearl.protocol import Role
+from pearl.rl.recipes import registry
+
+
+def test_override_reads_values_as_the_fields_type():
+    config = override(
+        Config(),
+        ["seed=3", "optimizer.lr=1e-4", "engine.num_blocks=9", "engine.role=decode", "algorithm.normalize_std=false",
+         "env.options.size=8", "env.options.note=plain text", "model.path=/some/where"],
+    )  # fmt: skip
+    assert (config.seed, config.optimizer.lr, config.engine.num_blocks, config.engine.role) == (3, 1e-4, 9, Role.DECODE)
+    assert config.algorithm.normalize_std is False
+    assert config.env.options == {"size": 8, "note": "plain text"}
+    assert override(config, ["engine.num_blocks=none", "model.path=none"]).engine.num_blocks is None
+
+
+def test_override_leaves_the_original_alone():
+    before = Config()
+    override(before, ["optimizer.lr=5"])
+    assert before == Config()
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("nosuch.key=1", ["nosuch.key"]),
+        ("lr=1", ["optimizer.lr", "warmup.lr"]),
+        ("optimizer.learning_rate=1", ["optimizer.learning_rate", "did you mean"]),
+        ("seed.x=1", ["seed.x"]),
+        ("optimizer=1", ["section", "optimizer.lr"]),
+        ("seed=abc", ["seed", "'abc'", "int"]),
+        ("seed", ["KEY=VALUE"]),
+        ("engine.role=boss", ["engine.role", "boss", "mixed, prefill, decode"]),
+        ("algorithm.normalize_std=maybe", ["true or false"]),
+        ("engine.kernels=fast", ["engine.kernels", "reference"]),
+        ("optimizer.lr=nan", ["optimizer.lr", "nan"]),
+        ("group_size=1", ["group_size=1", ">= 2"]),
+        ("rollout.top_p=1.5", ["rollout.top_p", "1.5"]),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name(setting, words):
+    with pytest.raises(ValueError) as error:
+        override(Config(), [setting])
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["rollout_batch_size=100"], ["rollout_batch_size=100", "group_size=8", "96 or 104"]),
+        (["optimizer.mini_batch_size=48"], ["optimizer.mini_batch_size=48", "1, 2, 4, 8, 16, 32, 64, 128"]),
+        (["model.path=/no/such/folder"], ["model.path", "config.json"]),
+    ],
+)
+def test_impossible_sizes_name_the_valid_ones(settings, words):
+    with pytest.raises(ValueError) as error:
+        resolve(override(Config(), settings), world=1)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_more_ranks_than_served_are_refused():
+    with pytest.raises(ValueError, match="nproc_per_node=2"):
+        resolve(Config(), world=2)
+
+
+@pytest.mark.parametrize("name", registry.RECIPES)
+def test_every_recipe_resolves_and_survives_json(name):
+    config = resolve(registry.load(name), world=1)
+    assert from_json(to_json(config)) == config
+    assert config.recipe == name
+
+
+def test_an_unknown_recipe_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match="did you mean quickstart"):
+        registry.load("quikstart")
+
+
+def test_every_section_is_frozen():
+    for key in keys_of(Config()):
+        section, *rest = key.split(".")
+        value = getattr(Config(), section)
+        target, name = (value, rest[0]) if rest else (Config(), section)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(target, name, 0)
+
+
+@pytest.mark.parametrize("kwargs", [{"block_size": 0}, {"dtype": "int8"}, {"kv_memory_fraction": 0.0}, {"tensor_parallel": 2}])
+def test_engine_config_is_checked(kwargs):
+    with pytest.raises(ValueError, match=f"engine.{next(iter(kwargs))}"):
+        EngineConfig(**kwargs)
