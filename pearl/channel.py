@@ -109,7 +109,7 @@ def wait(ends: Iterable[Server | Client | zmq.Socket], timeout_s: float) -> bool
     poller = zmq.Poller()
     for end in ends:
         poller.register(end if isinstance(end, zmq.Socket) else end.socket, zmq.POLLIN)
-    return bool(poller.poll(max(0.0, timeout_s) * 1000))
+    return bool(poller.poll(int(max(0.0, timeout_s) * 1000)))
 
 
 def wait_until(ends: Iterable[Server | Client], ready: Callable[[], bool], timeout_s: float, what: str) -> None:

@@ -243,3 +243,10 @@ def test_configurations_cannot_be_changed(module: str) -> None:
 def test_tests_stand_where_their_subject_stands() -> None:
     rooms = {path.parent.relative_to(ROOT / "tests") for path in TESTS if path.name.startswith("test_")}
     assert [str(room) for room in rooms if not (ROOT / "pearl" / room).is_dir()] == []
+
+
+def test_every_module_is_in_the_architecture_page_and_every_entry_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text().split("## Modules")[1]
+    named = set(re.findall(r"`([a-z0-9_/]+\.py)`", text))
+    modules = {str(path.relative_to(ROOT / "pearl")) for path in (ROOT / "pearl").rglob("*.py") if path.name != "__init__.py"}
+    assert named == modules

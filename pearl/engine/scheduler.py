@@ -5,7 +5,8 @@ request ends, tensors or time. There is no prefill phase: every running request 
 known tokens. Order of a step: requests one token behind (decodes), then those further behind, then the waiting ones.
 
 Invariants
-- No decode starves: at most `max_batch_tokens` requests run at once, and decodes come first.
+- No decode starves: decodes come first, and a request is admitted only with budget that no running one could use, so the
+  running ones never outnumber `max_batch_tokens`.
 - A waiting request is admitted when blocks for all its known tokens can be had at once, so catching up needs no pre-emption;
   only a decode that crosses into a new block can, and then the request admitted last gives way and is recomputed later.
 - Blocks that an unfinished output reads or writes stay where they are: a request that gave way or ended while such an output
@@ -63,7 +64,7 @@ class Scheduler:
     ) -> None:
         self.blocks = blocks
         self.policy = policy
-        self.max_running = min(max_num_seqs, max_batch_tokens)
+        self.max_num_seqs = max_num_seqs
         self.max_batch_tokens = max_batch_tokens
         self.max_model_len = max_model_len
         self.waiting: deque[Request] = deque()
@@ -158,7 +159,7 @@ class Scheduler:
         return num_tokens
 
     def _admit(self, plan: _Step, catch_up: int, weight_version: int) -> None:
-        while self.waiting and catch_up and len(self.running) < self.max_running:
+        while self.waiting and catch_up and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
             if request.num_in_flight or self._still_blocked(request):
                 return

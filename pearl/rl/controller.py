@@ -24,7 +24,7 @@ import zmq
 
 from pearl import config as configuration
 from pearl.channel import ChannelError, Server, wait
-from pearl.clock import WallClock
+from pearl.clock import Clock, WallClock
 from pearl.config import Config
 from pearl.engine.tokenizer import Tokenizer
 from pearl.protocol import (
@@ -65,7 +65,7 @@ class Controller:
         self.config = config
         self.run = run
         self.folder = folder
-        self.clock = WallClock()
+        self.clock: Clock = WallClock()
         self.context = zmq.Context()
         self.server = Server(self.context, "tcp://127.0.0.1:0", ToController)
         self.names = [f"rank{rank}" for rank in range(ranks)]

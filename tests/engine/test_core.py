@@ -208,6 +208,33 @@ def test_recomputed_requests_keep_their_order_and_are_cached_again():
         assert driver.run()[f"{name}2"].num_cached_tokens == 8
 
 
+def test_a_step_begun_before_new_weights_keeps_its_version_and_caches_nothing():
+    driver = Driver(make_core(), ahead=True)
+    driver.core.add_request(make_request("r", [1, 2, 3, 4, 5, 6, 7, 8], 4, ignore_eos=True))
+    driver.step()
+    assert not driver.core.set_weight_version(1, "recompute")
+    driver.model.version = 1
+    driver.finish_one()
+    driver.check()
+    assert len(driver.core.blocks.cache) == 0
+    done = driver.run()["r"]
+    assert done.weight_versions == [0, 1, 1, 1] and done.token_ids == oracle([1, 2, 3, 4, 5, 6, 7, 8], 4)
+
+
+@pytest.mark.parametrize(("logprobs", "has", "has_top"), [(None, False, False), (0, True, False), (2, True, True)])
+def test_logprobs_as_asked_for(logprobs, has, has_top):
+    core = make_core()
+    core.add_request(make_request("r", [1, 2], 2, logprobs=logprobs, ignore_eos=True))
+    for top in ({3: -0.5, 4: -1.0}, {5: -0.25}):
+        output = core.schedule(0.0)
+        sampled = {"r": SampledToken(token_id=3, logprob=-0.5, top_logprobs=top)}
+        (update,) = core.finish(output, StepResult(sampled=sampled), 0.0)
+        assert update.logprobs == (-0.5,) and update.token_ids == (3,)
+    done = update.completion
+    assert done.logprobs == ([-0.5, -0.5] if has else None)
+    assert done.top_logprobs == ([{3: -0.5, 4: -1.0}, {5: -0.25}] if has_top else None)
+
+
 def test_a_cached_prefix_does_not_outlive_its_weights():
     driver, prompt = Driver(make_core()), [*list(range(12)), 0]
     cached = []

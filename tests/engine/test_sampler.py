@@ -259,7 +259,9 @@ def test_frequencies_follow_the_distribution(params: SamplingParams, expected: l
 
 @pytest.mark.parametrize("number", [0.0, 1.0 - 2.0**-53])
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=5)])
-def test_tokens_of_no_probability_are_never_drawn(monkeypatch: pytest.MonkeyPatch, number: float, params: SamplingParams) -> None:
+def test_tokens_of_no_probability_are_never_drawn(
+    monkeypatch: pytest.MonkeyPatch, number: float, params: SamplingParams
+) -> None:
     """Also not when the uniform is the lowest or the highest there is."""
     monkeypatch.setattr("pearl.engine.sampler.uniforms", lambda seeds, *_: np.full(len(seeds), number))
     logits = torch.randn(500, 50, generator=torch.Generator().manual_seed(1)) * 3

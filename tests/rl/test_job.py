@@ -220,3 +220,19 @@ def test_a_killed_process_ends_the_job_and_leaves_nothing(tmp_path, victim):
     finally:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
+
+
+def test_the_environment_of_the_docs_trains(tmp_path):
+    text = (ROOT / "docs" / "environments.md").read_text()
+    (tmp_path / "number_search.py").write_text(text.split("```python\n")[1].split("```")[0])
+    command = next(line for line in text.splitlines() if line.strip().startswith(".venv/bin/pearl"))
+    arguments = [part for part in command.split()[1:] if part]
+    result = subprocess.run(
+        [sys.executable, "-c", "from pearl.rl.launch import main; main()", *arguments, *settings(tmp_path / "runs", "max_steps=2")],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    [run] = (tmp_path / "runs").iterdir()
+    rows = read_jsonl(run / "metrics.jsonl")
+    assert [row["failed_trajectories"] for row in rows] == [0, 0]
+    assert 1 <= rows[-1]["turns_mean"] <= 4

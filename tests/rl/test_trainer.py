@@ -318,6 +318,20 @@ def test_schedule_moves_once_per_step_whatever_the_updates(model: Path):
     assert trainer.train_step(command(sequences(), four))["lr"] == pytest.approx(0.005)
 
 
+def test_set_reference_starts_a_fresh_optimizer(model: Path):
+    """Momentum of the steps before would move the weights even where the gradient is zero."""
+    flat = [replaced(s, reward=1.0) for s in sequences()]
+    trainer = Trainer(model, config(algorithm=AlgorithmOptions()))
+    trainer.train_step(command(sequences()))
+    before = weights(trainer)
+    trainer.train_step(command(flat))
+    assert any(not torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
+    trainer.set_reference()
+    before = weights(trainer)
+    trainer.train_step(command(flat))
+    assert_same(before, weights(trainer), atol=0.0)
+
+
 def test_gradient_is_clipped_by_its_global_norm(model: Path):
     _, loose = trained(model, command(sequences()))
     trainer, metrics = trained(model, command(sequences()), optimizer={"max_grad_norm": loose["grad_norm"] / 4})

@@ -64,7 +64,7 @@ class GroupCommunicator:
     def all_reduce_sum(self, tensor: Tensor) -> None:
         """Sum over the members, in place. Raises RuntimeError when a member is lost or the group's timeout passes."""
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         self._group.allreduce([tensor], options).wait()
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
