@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
+import re
 import subprocess
 import sys
 import tomllib

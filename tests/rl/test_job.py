@@ -227,8 +227,9 @@ def test_the_environment_of_the_docs_trains(tmp_path):
     (tmp_path / "number_search.py").write_text(text.split("```python\n")[1].split("```")[0])
     command = next(line for line in text.splitlines() if line.strip().startswith(".venv/bin/pearl"))
     arguments = [part for part in command.split()[1:] if part]
+    extra = settings(tmp_path / "runs", "max_steps=2")
     result = subprocess.run(
-        [sys.executable, "-c", "from pearl.rl.launch import main; main()", *arguments, *settings(tmp_path / "runs", "max_steps=2")],
+        [sys.executable, "-c", "from pearl.rl.launch import main; main()", *arguments, *extra],
         cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
