@@ -1,4 +1,4 @@
-"""FrozenLake in text: walk from the top left corner of a grid to G without stepping on a hole H.
+"""FrozenLake in text: walk over a grid from the top left corner (or anywhere) to G without stepping on a hole H.
 
 Maps and dynamics are gymnasium's (`gymnasium.envs.toy_text.frozen_lake`: `generate_random_map` and the transition table of
 `FrozenLakeEnv`); this file adds the text around them. Rows of the grid are written so that each can be one token.
@@ -37,7 +37,9 @@ class FrozenLake:
     Observation: `size` lines over F (ice), H (hole), G (goal) and P (the agent, whatever it stands on); after an unreadable
     turn a line that says so comes first. Options: `num_maps` maps fixed by `map_seed`, env seed s playing map s % num_maps
     (0: every seed has a map of its own); `frozen` is the share of ice; `slippery` as in gymnasium (one third each for the
-    chosen way and its two sides); the episode is truncated after `max_turns` turns.
+    chosen way and its two sides); `random_start`: the env seed also draws where the episode starts, among the cells from
+    which the goal can be reached (from the corner alone, random play wins one episode in 150; from anywhere, one in 8);
+    the episode is truncated after `max_turns` turns.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class FrozenLake:
         map_seed: int = 0,
         frozen: float = 0.8,
         slippery: bool = False,
+        random_start: bool = False,
         max_turns: int = 8,
         invalid_penalty: float = 0.1,
         system_prompt: str = SYSTEM_PROMPT,
@@ -55,6 +58,7 @@ class FrozenLake:
         self.check_options(size=size, num_maps=num_maps, map_seed=map_seed, frozen=frozen, max_turns=max_turns)
         self.size, self.num_maps, self.map_seed, self.frozen = size, num_maps, map_seed, frozen
         self.slippery, self.max_turns, self.invalid_penalty = slippery, max_turns, invalid_penalty
+        self.random_start = random_start
         self.system_prompt = system_prompt
         self._rows: tuple[str, ...] = ()
         self._transitions: dict[int, dict[int, list[tuple]]] = {}
@@ -84,8 +88,10 @@ class FrozenLake:
         self._rows = tuple(self.map_of(seed))
         self._transitions = _transitions(self._rows, self.slippery)
         self._random, _ = seeding.np_random(seed)
-        self._random.random()  # gymnasium draws the start state first: the slips that follow are then the same as its own
-        self._state, self._turns, self._ended = 0, 0, False
+        # gymnasium draws the start state first (it has one only): the slips that follow are then the same as its own.
+        draw = self._random.random()
+        starts = _starts(self._rows) if self.random_start else (0,)
+        self._state, self._turns, self._ended = starts[int(draw * len(starts))], 0, False
         return self._grid(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
@@ -156,6 +162,18 @@ def _fixed_maps(size: int, frozen: float, map_seed: int, count: int) -> tuple[tu
 @functools.lru_cache(maxsize=1024)
 def _map(size: int, frozen: float, map_seed: int, own: int) -> tuple[str, ...]:
     return tuple(str(row) for row in generate_random_map(size=size, p=frozen, seed=(map_seed << 64) + own))
+
+
+@functools.lru_cache(maxsize=1024)
+def _starts(rows: tuple[str, ...]) -> tuple[int, ...]:
+    """Cells, the goal apart, from which the goal can be reached, in order."""
+    table = _transitions(rows, False)
+    good = {len(rows) ** 2 - 1}
+    while more := {
+        state for state, moves in table.items() if state not in good and any(move[0][1] in good for move in moves.values())
+    }:
+        good |= more
+    return tuple(sorted(good - {len(rows) ** 2 - 1}))
 
 
 @functools.lru_cache(maxsize=1024)
