@@ -144,9 +144,18 @@ def test_words_cover_every_row_that_is_ever_shown() -> None:
 
 
 def test_random_play_is_valid_and_uses_every_action() -> None:
-    player = random_player(FrozenLake())
-    rng = random.Random(0)
-    assert {read_answer(player(rng)) for _ in range(100)} == {0, 1, 2, 3}
+    lake = FrozenLake(frozen=1.0, max_turns=100)
+    lake.reset(0)
+    player, rng, seen = random_player(lake), random.Random(0), set()
+    for _ in range(60):
+        before, action = lake._state, read_answer(player(rng))
+        assert action is not None
+        seen.add(action)
+        if lake.step(f"<answer>{ACTIONS[action]}</answer>")[2]:
+            lake.reset(0)
+        else:
+            assert lake._state != before  # it never tries to leave the grid
+    assert seen == {0, 1, 2, 3}
     with pytest.raises(ValueError, match="random_valid_action"):
         random_player(object())
     assert (system_prompt_of(object()), words_of(object())) == ("", ())
@@ -188,3 +197,18 @@ def test_the_environment_side_loads_no_torch() -> None:
     modules = ("rl.envs.pool", "rl.envs.frozen_lake", "rl.warmup", "rl.buffer", "rl.packing", "sched.router", "sched.admission")
     code = f"import sys, {', '.join(f'pearl.{name}' for name in modules)}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_a_random_start_belongs_to_the_map_and_can_reach_the_goal() -> None:
+    lake, corner = FrozenLake(random_start=True), FrozenLake()
+    for seed in range(8):
+        rows = lake.map_of(seed)
+        assert rows == lake.map_of(seed + 8)
+        assert "".join(rows).count("S") == 1
+        assert "".join(rows).replace("S", "F") == "".join(corner.map_of(seed)).replace("S", "F")
+        table, reached = FrozenLakeEnv(desc=list(rows), is_slippery=False).P, {"".join(rows).index("S")}
+        for _ in range(16):
+            reached |= {moves[action][0][1] for state in reached for moves in [table[state]] for action in moves}
+        assert 15 in reached
+        assert lake.reset(seed)[0].replace("\n", "") == "".join(rows).replace("S", "P")
+    assert len({"".join(lake.map_of(seed)).index("S") for seed in range(8)}) > 3

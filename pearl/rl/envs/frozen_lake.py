@@ -1,4 +1,4 @@
-"""FrozenLake in text: walk over a grid from the top left corner (or anywhere) to G without stepping on a hole H.
+"""FrozenLake in text: walk over a grid from its start to G without stepping on a hole H.
 
 Maps and dynamics are gymnasium's (`gymnasium.envs.toy_text.frozen_lake`: `generate_random_map` and the transition table of
 `FrozenLakeEnv`); this file adds the text around them. Rows of the grid are written so that each can be one token.
@@ -37,9 +37,9 @@ class FrozenLake:
     Observation: `size` lines over F (ice), H (hole), G (goal) and P (the agent, whatever it stands on); after an unreadable
     turn a line that says so comes first. Options: `num_maps` maps fixed by `map_seed`, env seed s playing map s % num_maps
     (0: every seed has a map of its own); `frozen` is the share of ice; `slippery` as in gymnasium (one third each for the
-    chosen way and its two sides); `random_start`: the env seed also draws where the episode starts, among the cells from
-    which the goal can be reached (from the corner alone, random play wins one episode in 150; from anywhere, one in 8);
-    the episode is truncated after `max_turns` turns.
+    chosen way and its two sides); `random_start` draws with each map where it starts, among the cells from which the goal
+    can be reached (random play wins one episode in 8 then, and one in 150 from the corner); the episode is truncated after
+    `max_turns` turns.
     """
 
     def __init__(
@@ -88,10 +88,8 @@ class FrozenLake:
         self._rows = tuple(self.map_of(seed))
         self._transitions = _transitions(self._rows, self.slippery)
         self._random, _ = seeding.np_random(seed)
-        # gymnasium draws the start state first (it has one only): the slips that follow are then the same as its own.
-        draw = self._random.random()
-        starts = _starts(self._rows) if self.random_start else (0,)
-        self._state, self._turns, self._ended = starts[int(draw * len(starts))], 0, False
+        self._random.random()  # gymnasium draws the start state first: the slips that follow are then the same as its own
+        self._state, self._turns, self._ended = "".join(self._rows).index("S"), 0, False
         return self._grid(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
@@ -112,16 +110,20 @@ class FrozenLake:
         return self._grid(), float(reward), bool(terminated), truncated, info
 
     def random_valid_action(self, rng: random.Random) -> str:
-        """One of the four actions, each as likely, in its tags."""
-        return f"<answer>{rng.choice(ACTIONS)}</answer>"
+        """One of the actions that do not lead off the grid, each as likely, in its tags."""
+        row, column = divmod(self._state, self.size)
+        last = self.size - 1
+        room = {"Left": column > 0, "Down": row < last, "Right": column < last, "Up": row > 0}
+        return f"<answer>{rng.choice([action for action in ACTIONS if room[action]])}</answer>"
 
     def map_of(self, seed: int) -> tuple[str, ...]:
         """The rows of env seed `seed`'s map, S at the start."""
         if seed < 0:
             raise ValueError(f"seed={seed}: must be >= 0")
         if self.num_maps:
-            return _fixed_maps(self.size, self.frozen, self.map_seed, self.num_maps)[seed % self.num_maps]
-        return _map(self.size, self.frozen, self.map_seed, seed)
+            maps = _fixed_maps(self.size, self.frozen, self.map_seed, self.random_start, self.num_maps)
+            return maps[seed % self.num_maps]
+        return _map(self.size, self.frozen, self.map_seed, self.random_start, seed)
 
     def _grid(self) -> str:
         row, column = divmod(self._state, self.size)
@@ -149,9 +151,9 @@ def grid_rows(size: int) -> list[str]:
 
 
 @functools.lru_cache(maxsize=16)
-def _fixed_maps(size: int, frozen: float, map_seed: int, count: int) -> tuple[tuple[str, ...], ...]:
+def _fixed_maps(size: int, frozen: float, map_seed: int, random_start: bool, count: int) -> tuple[tuple[str, ...], ...]:
     """`count` maps, no two alike as far as that many are easily found."""
-    draws = (_map(size, frozen, map_seed, own) for own in range(20 * count))
+    draws = (_map(size, frozen, map_seed, random_start, own) for own in range(20 * count))
     distinct = list(dict.fromkeys(itertools.islice(draws, count)))
     while len(distinct) < count and (more := next(draws, None)) is not None:
         if more not in distinct:
@@ -160,20 +162,23 @@ def _fixed_maps(size: int, frozen: float, map_seed: int, count: int) -> tuple[tu
 
 
 @functools.lru_cache(maxsize=1024)
-def _map(size: int, frozen: float, map_seed: int, own: int) -> tuple[str, ...]:
-    return tuple(str(row) for row in generate_random_map(size=size, p=frozen, seed=(map_seed << 64) + own))
+def _map(size: int, frozen: float, map_seed: int, random_start: bool, own: int) -> tuple[str, ...]:
+    rows = tuple(str(row) for row in generate_random_map(size=size, p=frozen, seed=(map_seed << 64) + own))
+    if not random_start:
+        return rows
+    cells = list("".join(rows).replace("S", "F"))
+    cells[random.Random(f"{map_seed}/{own}").choice(_winnable(rows))] = "S"
+    return tuple("".join(cells[row * size : (row + 1) * size]) for row in range(size))
 
 
-@functools.lru_cache(maxsize=1024)
-def _starts(rows: tuple[str, ...]) -> tuple[int, ...]:
+def _winnable(rows: tuple[str, ...]) -> list[int]:
     """Cells, the goal apart, from which the goal can be reached, in order."""
     table = _transitions(rows, False)
-    good = {len(rows) ** 2 - 1}
-    while more := {
-        state for state, moves in table.items() if state not in good and any(move[0][1] in good for move in moves.values())
-    }:
+    goal = len(rows) ** 2 - 1
+    good = {goal}
+    while more := {state for state in table.keys() - good if any(move[0][1] in good for move in table[state].values())}:
         good |= more
-    return tuple(sorted(good - {len(rows) ** 2 - 1}))
+    return sorted(good - {goal})
 
 
 @functools.lru_cache(maxsize=1024)
