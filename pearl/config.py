@@ -7,7 +7,7 @@ this world, with the nearest valid sizes. Nothing mutates a Config.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,14 +47,18 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         sizes = ("block_size", "max_num_seqs", "max_batch_tokens", "decode_prefill_tokens", "tensor_parallel")
-        at_least(self, "engine", 1, *sizes)
+        at_least(self, "engine", 1, *sizes, whole=True)
         one_of("engine.dtype", self.dtype, DTYPES)
         one_of("engine.kernels", self.kernels, ("auto", "reference"))
         one_of("engine.load_format", self.load_format, ("auto", "dummy"))
-        if self.num_blocks is not None and self.num_blocks < 1:
-            raise ValueError(f"engine.num_blocks={self.num_blocks}: must be None or >= 1")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ValueError(f"engine.max_model_len={self.max_model_len}: must be None or >= 2")
+        if self.num_blocks is not None:
+            at_least(self, "engine", 1, "num_blocks", whole=True)
+        if self.max_model_len is not None:
+            at_least(self, "engine", 2, "max_model_len", whole=True)
+        if self.kv_fill is not None and not isinstance(self.kv_fill, int | float):
+            raise ValueError(f"engine.kv_fill={self.kv_fill!r}: must be None or a number")
+        if not isinstance(self.device, str):
+            raise ValueError(f"engine.device={self.device!r}: must be auto or the name of a device")
         if not 0 < self.kv_memory_fraction <= 1:
             raise ValueError(f"engine.kv_memory_fraction={self.kv_memory_fraction}: must be in (0, 1]")
         if self.tensor_parallel != 1:
@@ -119,12 +123,17 @@ class RolloutOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmOptions:
-    """GRPO: clip range [1-clip_low, 1+clip_high], KL to the reference (`exact`: full vocabulary, `k3`: unclamped estimator)."""
+    """GRPO: clip range [1-clip_low, 1+clip_high], KL to the reference (`exact`: full vocabulary, `k3`: unclamped estimator).
+
+    Tokens of an older policy are weighted by their importance, truncated at `importance_cap` (1, as in V-trace, is steady;
+    2 learns faster and sometimes collapses).
+    """
 
     name: Literal["grpo"] = "grpo"
     clip_low: float = 0.2
     clip_high: float = 0.28
     normalize_std: bool = True
+    importance_cap: float = 1.0
     kl_coef: float = 0.0
     kl_estimator: Literal["exact", "k3"] = "exact"
     entropy_coef: float = 0.0
@@ -133,6 +142,10 @@ class AlgorithmOptions:
         one_of("algorithm.name", self.name, ("grpo",))
         one_of("algorithm.kl_estimator", self.kl_estimator, ("exact", "k3"))
         at_least(self, "algorithm", 0, "clip_low", "clip_high", "kl_coef")
+        if self.clip_low > 1:
+            raise ValueError(f"algorithm.clip_low={self.clip_low}: must be in [0, 1]")
+        at_least(self, "algorithm", -math.inf, "entropy_coef")
+        at_least(self, "algorithm", 1, "importance_cap")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,17 +185,37 @@ class WarmupOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
-    """Every wait of the job has one of these, in seconds, and its error names it."""
+class ClusterOptions:
+    """Which ranks do what: the first `train_ranks` train, the others serve; a single rank does both by turns.
 
-    start_s: float = 120.0
-    heartbeat_s: float = 5.0
-    silence_s: float = 60.0
-    command_s: float = 600.0
-    stop_s: float = 8.0
+    None means 1 of up to 3 ranks and a quarter of more.
+    """
+
+    train_ranks: int | None = None
 
     def __post_init__(self) -> None:
-        above_zero(self, "timeouts", "start_s", "heartbeat_s", "silence_s", "command_s", "stop_s")
+        if self.train_ranks is not None:
+            at_least(self, "cluster", 1, "train_ranks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Every wait of the job has one of these, in seconds, and its error names it.
+
+    `join_s`: until all ranks have found each other; `start_s`: until all have loaded what they need; `silence_s`: a rank or
+    controller that answers no heartbeat for so long is killed, and the job ends; `stop_s`: a rank that was told to end is
+    gone after so long, whatever it is doing.
+    """
+
+    join_s: float = 25.0
+    start_s: float = 600.0
+    heartbeat_s: float = 2.0
+    silence_s: float = 12.0
+    command_s: float = 600.0
+    stop_s: float = 6.0
+
+    def __post_init__(self) -> None:
+        above_zero(self, "timeouts", "join_s", "start_s", "heartbeat_s", "silence_s", "command_s", "stop_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +223,9 @@ class Config:
     """A whole job. `rollout_batch_size` counts trajectories of one step, `group_size` siblings of one start state.
 
     `max_staleness` counts weight versions between a trajectory's oldest token and the update that trains on it; 0 is
-    synchronous. `save_steps` and `eval_steps`: every so many steps, 0 for never (the final policy is always saved).
+    synchronous, and None means 0 for one rank (which takes turns) and 1 for more. `save_steps` (a checkpoint to resume from,
+    the last `keep_checkpoints` are kept) and `eval_steps`: every so many steps, 0 for never; the final policy is always
+    saved. `trace` writes trace.json for ui.perfetto.dev.
     """
 
     recipe: str = ""
@@ -198,11 +233,13 @@ class Config:
     output_dir: str = "runs"
     rollout_batch_size: int = 128
     group_size: int = 8
-    max_staleness: int = 0
+    max_staleness: int | None = None
     max_steps: int = 100
     save_steps: int = 0
+    keep_checkpoints: int = 2
     eval_steps: int = 0
     eval_episodes: int = 64
+    trace: bool = False
     model: ModelOptions = field(default_factory=ModelOptions)
     env: EnvOptions = field(default_factory=EnvOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
@@ -210,13 +247,16 @@ class Config:
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     warmup: WarmupOptions = field(default_factory=WarmupOptions)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    cluster: ClusterOptions = field(default_factory=ClusterOptions)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:
-        at_least(self, "", 1, "rollout_batch_size", "max_steps", "eval_episodes")
-        at_least(self, "", 2, "group_size")
+        at_least(self, "", 1, "rollout_batch_size", "max_steps", "eval_episodes", "keep_checkpoints", whole=True)
+        at_least(self, "", 2, "group_size", whole=True)
         above_zero(self.rollout, "rollout", "temperature")
-        at_least(self, "", 0, "seed", "max_staleness", "save_steps", "eval_steps")
+        at_least(self, "", 0, "seed", "save_steps", "eval_steps", whole=True)
+        if self.max_staleness is not None:
+            at_least(self, "", 0, "max_staleness")
 
 
 def one_of(name: str, value: object, valid: tuple) -> None:
@@ -225,20 +265,26 @@ def one_of(name: str, value: object, valid: tuple) -> None:
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(str, valid))}")
 
 
-def at_least(section: Any, prefix: str, low: int, *names: str) -> None:
-    """ValueError for the first of these fields of `section` that is below `low` or not a finite number."""
+def at_least(section: Any, prefix: str, low: float, *names: str, whole: bool = False) -> None:
+    """ValueError for the first of these fields of `section` that is not a finite number (`whole`: integer) >= `low`."""
     for name in names:
         value = getattr(section, name)
-        if not math.isfinite(value) or value < low:
-            raise ValueError(f"{prefix + '.' if prefix else ''}{name}={value}: must be >= {low}")
+        if not _is_number(value, whole) or value < low:
+            kind = "an integer " if whole else ""
+            raise ValueError(f"{prefix + '.' if prefix else ''}{name}={value!r}: must be {kind}>= {low}")
 
 
 def above_zero(section: Any, prefix: str, *names: str) -> None:
     """ValueError for the first of these fields of `section` that is not a finite number above 0."""
     for name in names:
         value = getattr(section, name)
-        if not math.isfinite(value) or value <= 0:
-            raise ValueError(f"{prefix + '.' if prefix else ''}{name}={value}: must be > 0")
+        if not _is_number(value) or value <= 0:
+            raise ValueError(f"{prefix + '.' if prefix else ''}{name}={value!r}: must be > 0")
+
+
+def _is_number(value: Any, whole: bool = False) -> bool:
+    kinds = int if whole else (int, float)
+    return isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def nearest_multiples(value: int, of: int) -> str:
@@ -250,8 +296,10 @@ def nearest_multiples(value: int, of: int) -> str:
 def resolve(config: Config, world: int) -> Config:
     """Checks what depends on several fields and on the number of ranks; returns the Config the job runs with."""
     c = config
-    if world != 1:
-        raise ValueError(f"nproc_per_node={world}: this release trains and serves on one rank; use 1")
+    train_ranks = max(1, world // 4) if c.cluster.train_ranks is None else c.cluster.train_ranks
+    if train_ranks > max(1, world - 1):
+        most = f"of {world} rank{'s' if world > 1 else ''} at most {max(1, world - 1)} can train"
+        raise ValueError(f"cluster.train_ranks={train_ranks}: {most}, at least one must serve")
     if c.rollout_batch_size % c.group_size:
         valid = nearest_multiples(c.rollout_batch_size, c.group_size)
         sizes = f"rollout_batch_size={c.rollout_batch_size}: must be a multiple of group_size={c.group_size}"
@@ -264,7 +312,8 @@ def resolve(config: Config, world: int) -> Config:
         )
     if c.model.path is not None and not (Path(c.model.path) / "config.json").is_file():
         raise ValueError(f"model.path={c.model.path!r}: not a Hugging Face model folder (no config.json)")
-    return c
+    staleness = (0 if world == 1 else 1) if c.max_staleness is None else c.max_staleness
+    return replace(c, max_staleness=staleness, cluster=replace(c.cluster, train_ranks=train_ranks))
 
 
 def to_json(config: Config) -> str:

@@ -31,7 +31,7 @@ def _number(field: str, value: object, low: float, high: float, *, integer: bool
     kinds = (int,) if integer else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise ValueError(f"{field}={value!r}: must be {'an integer' if integer else 'a number'}, {valid}")
-    if not math.isfinite(value) or not low <= value <= high:
+    if not low <= value <= high:  # false for nan too, and inf is above every high
         raise ValueError(f"{field}={value!r}: must be {valid}")
 
 
@@ -84,7 +84,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _number("logprobs", self.logprobs, 0, 2**31, integer=True, valid="None or >= 0")
         if self.logprobs_mode not in ("processed", "raw"):
             raise ValueError(f"logprobs_mode={self.logprobs_mode!r}: must be 'processed' or 'raw'")
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+        for name in ("stop", "stop_token_ids"):
+            if not isinstance(getattr(self, name), list | tuple):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be a list")
+        for name in ("ignore_eos", "prompt_logprobs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
+        if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop={self.stop!r}: must be a list of non-empty strings")
         for token_id in self.stop_token_ids:
             _number("stop_token_ids", token_id, 0, 2**31, integer=True, valid="token ids >= 0")
@@ -118,6 +124,12 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
     request_ids: list[str]
 
 
+class Kill(msgspec.Struct, frozen=True, kw_only=True, tag="kill"):
+    """To a rank on the same host as a process of this job that answers no more: SIGKILL it."""
+
+    pid: int
+
+
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
     """The controller is alive; the control thread answers `Pong`."""
 
@@ -128,6 +140,25 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, tag="step_report"):
     """One finished step, for whoever prints (rank 0). `metrics` is the very row written to metrics.jsonl."""
 
     metrics: dict[str, int | float | str | None]
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank as the controller sees it. `busy_share` is the share of the last seconds in which it computed."""
+
+    role: str
+    busy_share: float
+    running: int
+    waiting: int
+    weight_version: int
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
+    """About once a second, for whoever shows it (rank 0): what the controller waits for, and how busy everybody is."""
+
+    waiting_for: str
+    waited_s: float
+    queues: dict[str, int]
+    workers: dict[str, WorkerStatus]
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True, tag="notice"):
@@ -167,7 +198,7 @@ class PackingPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One numbered order of the controller. Numbers are global, rise by one and are carried out in order on each rank."""
+    """One numbered order of the controller. Numbers are global; each rank carries out those sent to it in rising order."""
 
     number: int
 
@@ -201,11 +232,23 @@ class Publish(Command, frozen=True, kw_only=True, tag="publish"):
     version: int
 
 
-class Checkpoint(Command, frozen=True, kw_only=True, tag="checkpoint"):
+class Export(Command, frozen=True, kw_only=True, tag="export"):
     """Write the present policy as a Hugging Face folder at `path` (aside, then renamed)."""
 
     path: str
+
+
+class Checkpoint(Command, frozen=True, kw_only=True, tag="checkpoint"):
+    """Write everything a resumed job needs of the training ranks into the folder `path`; the controller makes it count."""
+
+    path: str
     step: int
+
+
+class Restore(Command, frozen=True, kw_only=True, tag="restore"):
+    """Go on from what `Checkpoint` wrote."""
+
+    path: str
 
 
 class Stop(Command, frozen=True, kw_only=True, tag="stop"):
@@ -215,8 +258,8 @@ class Stop(Command, frozen=True, kw_only=True, tag="stop"):
     exit_code: int
 
 
-AnyCommand = Serve | SwitchRole | TrainStep | SetReference | Publish | Checkpoint | Stop
-ToRank = Submit | Abort | Ping | StepReport | Notice | AnyCommand
+AnyCommand = Serve | SwitchRole | TrainStep | SetReference | Publish | Export | Checkpoint | Restore | Stop
+ToRank = Submit | Abort | Kill | Ping | StepReport | Status | Notice | AnyCommand
 
 
 # ---------------------------------------------------------------------------------------------------- events
@@ -229,10 +272,16 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Hello(Event, frozen=True, kw_only=True, tag="hello"):
-    """First message of a rank, when model and engine are built and commands are welcome."""
+    """First message of a rank: from now on it answers heartbeats. `roles`: "train", "serve" or both."""
 
     pid: int
     host: str
+    roles: list[str]
+
+
+class Ready(Event, frozen=True, kw_only=True, tag="ready"):
+    """All that the rank needs is built and commands are welcome. `max_model_len` is that of its engine, 0 without one."""
+
     max_model_len: int
 
 
@@ -283,4 +332,4 @@ class Interrupted(Event, frozen=True, kw_only=True, tag="interrupted"):
     signal: str
 
 
-ToController = Hello | Pong | Tokens | Done | Failed | Interrupted
+ToController = Hello | Ready | Pong | Tokens | Done | Failed | Interrupted

@@ -44,6 +44,8 @@ def test_override_leaves_the_original_alone():
         ("optimizer.lr=nan", ["optimizer.lr", "nan"]),
         ("group_size=1", ["group_size=1", ">= 2"]),
         ("rollout.top_p=1.5", ["rollout.top_p", "1.5"]),
+        ("algorithm.clip_low=2", ["algorithm.clip_low=2.0", "[0, 1]"]),
+        ("algorithm.entropy_coef=nan", ["algorithm.entropy_coef", "nan"]),
     ],
 )
 def test_a_bad_setting_is_refused_by_name(setting, words):
@@ -68,15 +70,24 @@ def test_impossible_sizes_name_the_valid_ones(settings, words):
         assert word in str(error.value)
 
 
-def test_more_ranks_than_served_are_refused():
-    with pytest.raises(ValueError, match="nproc_per_node=2"):
-        resolve(Config(), world=2)
+@pytest.mark.parametrize(("world", "train_ranks", "staleness"), [(1, 1, 0), (2, 1, 1), (3, 1, 1), (4, 1, 1), (8, 2, 1)])
+def test_ranks_are_split_and_staleness_follows(world, train_ranks, staleness):
+    config = resolve(Config(), world)
+    assert (config.cluster.train_ranks, config.max_staleness) == (train_ranks, staleness)
+    assert resolve(override(Config(), ["max_staleness=3"]), world).max_staleness == 3
+
+
+@pytest.mark.parametrize(("world", "train_ranks"), [(1, 2), (2, 2), (4, 4), (4, 9)])
+def test_a_split_without_a_serving_rank_is_refused_with_the_limit(world, train_ranks):
+    with pytest.raises(ValueError, match=rf"cluster.train_ranks={train_ranks}.*at most {max(1, world - 1)}"):
+        resolve(override(Config(), [f"cluster.train_ranks={train_ranks}"]), world)
 
 
 @pytest.mark.parametrize("name", registry.RECIPES)
 def test_every_recipe_resolves_and_survives_json(name):
     config = resolve(registry.load(name), world=1)
     assert from_json(to_json(config)) == config
+    assert resolve(config, world=1) == config
     assert config.recipe == name
 
 
@@ -94,7 +105,11 @@ def test_every_section_is_frozen():
             setattr(target, name, 0)
 
 
-@pytest.mark.parametrize("kwargs", [{"block_size": 0}, {"dtype": "int8"}, {"kv_memory_fraction": 0.0}, {"tensor_parallel": 2}])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"block_size": 0}, {"dtype": "int8"}, {"kv_memory_fraction": 0.0}, {"tensor_parallel": 2},
+     {"block_size": 4.0}, {"block_size": True}, {"num_blocks": "9"}, {"max_num_seqs": 2.5}, {"kv_fill": "x"}, {"device": None}],
+)
 def test_engine_config_is_checked(kwargs):
     with pytest.raises(ValueError, match=f"engine.{next(iter(kwargs))}"):
         EngineConfig(**kwargs)

@@ -16,8 +16,8 @@ UNCLIPPED = 1e9
 ALGORITHM = AlgorithmOptions(kl_coef=0.3, entropy_coef=0.02)
 
 
-def folder(path: Path) -> Path:
-    """A model folder without weights."""
+def folder(path: Path, **changes: Any) -> Path:
+    """A model folder without weights; `changes` to its config.json."""
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -31,7 +31,7 @@ def folder(path: Path) -> Path:
         "max_position_embeddings": 192,
         "tie_word_embeddings": True,
         "dtype": "float32",
-    }
+    } | changes
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     return path

@@ -164,6 +164,19 @@ class EngineCore:
                 self._settle(request)
         return updates
 
+    def cancel(self, output: SchedulerOutput) -> None:
+        """Takes back the newest unfinished output, which could not be run: its requests are computed again later."""
+        if not self._unfinished or self._unfinished[-1] is not output:
+            raise RuntimeError(f"output of step {output.step} is not the newest unfinished one")
+        self._unfinished.pop()
+        for entry in reversed(output.requests):
+            request = self.requests[entry.request_id]
+            request.num_in_flight -= 1
+            if request.status is RequestStatus.RUNNING:
+                self.scheduler.preempt(request)
+            elif not request.num_in_flight:
+                self._settle(request)
+
     def _take_written(self, request: Request, entry: ScheduledRequest, result: StepResult) -> None:
         end = entry.start + entry.num_tokens
         if entry.wants_prompt_logprobs:

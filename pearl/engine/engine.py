@@ -12,7 +12,8 @@ step and touches no tensor of a step. Invariant: whatever is refused is refused 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +27,7 @@ from pearl.engine.philox import derive_seed
 from pearl.engine.request import Completion, Request, RequestUpdate
 from pearl.engine.siblings import Siblings
 from pearl.engine.unserved import Unserved, refuse
+from pearl.engine.weights.store import NamedRows
 from pearl.protocol import Role, SamplingParams
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ class Engine(Unserved):
         self._decoder, self._runner, self._store = parts.decoder, parts.runner, parts.store
         self._text_folder = parts.tokenizer_folder if text else None
         self._tokenizer: Tokenizer | None = None
-        self._eos = frozenset(token_id for token_id in parts.model.eos_token_ids if token_id < parts.model.vocab_size)
+        self._eos = frozenset(token_id for token_id in parts.model.eos_token_ids if 0 <= token_id < parts.model.vocab_size)
         self._core = EngineCore(
             CoreSettings(
                 block_size=config.block_size,
@@ -123,6 +125,8 @@ class Engine(Unserved):
         """
         if reservation is not None:
             refuse("reservation", "add_request(reservation=None)")
+        for field, value in (("request_id", request_id), ("cache_salt", cache_salt), ("session_id", session_id)):
+            _check_name(field, value)
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={params!r}: must be a SamplingParams")
@@ -177,7 +181,12 @@ class Engine(Unserved):
             if self._text_folder is None:
                 raise ValueError(f"prompt={prompt[:40]!r}: this engine has no tokenizer; give token ids")
             return self.tokenizer.encode(prompt)
-        ids = list(prompt)
+        try:
+            ids = [] if isinstance(prompt, (bytes, Mapping, Set)) else list(prompt)
+        except TypeError:
+            ids = []
+        if not ids:
+            raise ValueError(f"prompt={prompt!r}: must be text or a list of at least 1 token id")
         for token_id in ids:
             if type(token_id) is not int:
                 raise ValueError(f"prompt: token id {token_id!r} must be an integer")
@@ -228,13 +237,17 @@ class Engine(Unserved):
     def step_updates(self) -> list[RequestUpdate]:
         """Runs one step; what it added to each request, ends included. Empty if nothing could run.
 
-        RuntimeError before the first weight version.
+        RuntimeError before the first weight version. When the model raises (memory, an interrupt), the step has not happened.
         """
         if not self._store.ready:
             raise RuntimeError("the engine has no weights yet: update_weights must bring a whole version before step")
-        updates, self._pending = self._pending, []
         output = self._core.schedule(self._clock.now())
-        result = self._runner.execute(output, self._core.requests, weight_version=self._store.version)
+        try:
+            result = self._runner.execute(output, self._core.requests, weight_version=self._store.version)
+        except BaseException:
+            self._core.cancel(output)
+            raise
+        updates, self._pending = self._pending, []
         return updates + self._outward(self._core.finish(output, result, self._clock.now()))
 
     def step(self) -> list[Completion]:
@@ -242,9 +255,17 @@ class Engine(Unserved):
         return [update.completion for update in self.step_updates() if update.completion is not None]
 
     def stream(self) -> Iterator[RequestUpdate]:
-        """Steps until nothing is left (or the engine is paused), yielding every request's new tokens as they come."""
+        """Steps until nothing is left (or the engine is paused), yielding every request's new tokens as they come.
+
+        What a caller who leaves the loop early has not been given comes with the next step.
+        """
         while self.has_unfinished():
-            yield from self.step_updates()
+            updates = deque(self.step_updates())
+            try:
+                while updates:
+                    yield updates.popleft()
+            finally:
+                self._pending[:0] = updates
             if self.paused and not self._pending:
                 return
 
@@ -270,15 +291,39 @@ class Engine(Unserved):
         """
         if way != "staged":
             refuse(f"way={way!r}", "way='staged'")
-        if mode not in UPDATE_MODES:
-            raise ValueError(f"mode={mode!r}: must be one of {', '.join(UPDATE_MODES)}")
+        _check_mode(mode)
+        if self._store.staged_version is not None:
+            raise ValueError(f"version={version}: version {self._store.staged_version} is being staged; commit or discard it")
         try:
-            self._store.stage(tensors, version)
-            self._store.commit()
+            self.stage_weights(tensors, version)
+            self.commit_weights(version, mode)
         except BaseException:
             self._store.discard()
             raise
+
+    def stage_weights(self, tensors: Iterable[NamedRows], version: int, *, adopt: bool = False) -> None:
+        """Adds tensors to the second copy, which is to become `version`; may be called many times, between any steps.
+
+        Requests go on under the present version. A tensor is whole, or comes as (name, rows, number of the first row) in
+        ascending order. With `adopt` nothing is copied: the given memory is the second copy until commit or discard.
+        ValueError as for `update_weights`; then nothing is staged any more.
+        """
+        self._store.stage(tensors, version, adopt=adopt)
+
+    def commit_weights(self, version: int, mode: UpdateMode = "keep") -> None:
+        """Makes the staged `version` the one that is served; the copy in place is all that a running request waits for.
+
+        ValueError if another version (or none) is staged, or lists the tensors that have not come; they may still be staged.
+        """
+        _check_mode(mode)
+        if self._store.staged_version != version:
+            raise ValueError(f"version={version}: {self._store.staged_version} is staged")
+        self._store.commit()
         self._pending.extend(self._outward(self._core.set_weight_version(version, mode)))
+
+    def discard_weights(self) -> None:
+        """Forgets what is staged; the version that is served stays."""
+        self._store.discard()
 
     @property
     def weight_version(self) -> int:
@@ -328,3 +373,16 @@ class Engine(Unserved):
     def check_integrity(self) -> None:
         """Raises with details if the block pool's books do not balance."""
         self._core.check_integrity()
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in UPDATE_MODES:
+        raise ValueError(f"mode={mode!r}: must be one of {', '.join(UPDATE_MODES)}")
+
+
+def _check_name(field: str, value: str | None) -> None:
+    """Names are hashed in the middle of a step, and the zero character is kept for siblings: ValueError for a bad one."""
+    if value is None:
+        return
+    if not isinstance(value, str) or "\0" in value or any("\ud800" <= char <= "\udfff" for char in value):
+        raise ValueError(f"{field}={value!r}: must be a string without lone surrogates and zero characters")

@@ -66,5 +66,9 @@ def allocate_pool(
 ) -> Tensor:
     """The pool kv_L2NG__: zeros (which a CPU commits page by page as they are written), or `fill` everywhere."""
     shape = (model.num_layers, 2, num_blocks, model.num_kv_heads, block_size, model.head_dim)
-    pool = torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        pool = torch.zeros(shape, dtype=dtype, device=device)
+    except RuntimeError as error:
+        size = model.kv_bytes_per_token * block_size * num_blocks
+        raise ValueError(f"num_blocks={num_blocks}: a pool of {size} bytes cannot be had on {device}") from error
     return pool if fill is None else pool.fill_(fill)

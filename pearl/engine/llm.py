@@ -10,7 +10,7 @@ also when it raises.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,8 +70,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Answers one conversation or many; a message is {"role": ..., "content": ...} as the model's template takes it."""
-        if not messages:
-            raise ValueError("messages=[]: must hold at least one message")
+        if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+            raise ValueError(f"messages={messages!r}: must be a list of at least one message, or a list of such lists")
         many: Any = [messages] if isinstance(messages[0], dict) else messages
         return self.generate([self.tokenizer.render_chat(list(conversation)) for conversation in many], params)
 
@@ -99,13 +99,16 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts; a single one (text, or a list of ids) is a list of one."""
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, (bytes, Mapping, Set)) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts={prompts!r}: must be text, token ids or a list of these")
     listed: list[Any] = list(prompts)
-    return [listed] if listed and isinstance(listed[0], int) else listed
+    return [listed] if listed and not isinstance(listed[0], (str, Iterable)) else listed
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise ValueError(f"params: has {len(params)} entries for {count} prompts; must be one for all or one each")
-    return list(params)
+    each = list(params)
+    if len(each) != count:
+        raise ValueError(f"params: has {len(each)} entries for {count} prompts; must be one for all or one each")
+    return each

@@ -80,8 +80,11 @@ class Tokenizer:
         return cls(PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True), name=str(folder))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text: no BOS, and special tokens spelled in it stay plain text."""
-        return self._backend.encode(text, add_special_tokens=False).ids
+        """Ids of plain text: no BOS, and special tokens spelled in it stay plain text. ValueError for a lone surrogate."""
+        try:
+            return self._backend.encode(text, add_special_tokens=False).ids
+        except TypeError:  # what has no UTF-8 form cannot reach the tokenizer
+            raise ValueError(f"text={text[:40]!r}: must be a string without lone surrogates") from None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids. Ids that the tokenizer does not know (a padded vocabulary) give "". No clean-up of spaces."""

@@ -41,9 +41,11 @@ def _normalized(rewards: list[float], normalize_std: bool) -> list[float]:
     # The mean of equal floats can differ from them in the last bit, hence the comparison of the rewards themselves.
     if max(rewards) == min(rewards):
         return [0.0] * len(rewards)
-    mean = math.fsum(rewards) / len(rewards)
-    centred = [reward - mean for reward in rewards]
+    # In a unit (a power of two, so no bit changes) in which not even squares of the largest floats overflow.
+    unit = 2.0 ** max(0, math.frexp(max(map(abs, rewards)))[1] - 400)
+    mean = math.fsum(reward / unit for reward in rewards) / len(rewards)
+    centred = [reward / unit - mean for reward in rewards]
     if not normalize_std:
-        return centred
+        return [value * unit for value in centred]
     std = math.sqrt(math.fsum(value * value for value in centred) / len(centred))
-    return [value / (std + EPSILON) for value in centred]
+    return [value / (std + EPSILON / unit) for value in centred]

@@ -3,7 +3,8 @@
 Owns which trajectories are running, which groups are complete, and what became of all others. It does not decide when a
 group starts or when a batch is due (`sched/admission.py`). Invariant (`check`): every trajectory that was dispatched is
 running, held, trained, or dropped for a named cause. Groups leave in the order of their ids, so a batch does not depend on
-who finished first.
+who finished first. `holdings` and `from_holdings` carry books and trajectories over the end of a process: what had ended is
+kept, what was running is counted as dropped and as dispatched once more, to be played again from its seed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,36 @@ from pearl.rl.types import Group, Trajectory
 from pearl.sched.admission import is_stale
 
 GroupState = Literal["open", "ready", "dropped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenGroup:
+    """A group with members that still run: the ended ones are in `group`; `size` counts the seats, taken by either."""
+
+    group: Group
+    size: int
+    running: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """All that a buffer holds and has counted, as a value: what a checkpoint stores of it."""
+
+    dispatched: int
+    trained: int
+    dropped: dict[str, int]
+    dropped_groups: int
+    ready: tuple[Group, ...]
+    open: tuple[OpenGroup, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unplayed:
+    """A member of an open group that has to be played, from its seed on."""
+
+    trajectory_id: str
+    group_id: int
+    env_seed: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,6 +149,49 @@ class Buffer:
             self.drop_group(group_id, cause)
         return self.dropped.total() - before
 
+    def holdings(self) -> Holdings:
+        """A copy of the books and of every group not trained yet; ended trajectories are shared, they no longer change."""
+        return Holdings(
+            dispatched=self.dispatched,
+            trained=self.trained,
+            dropped=dict(self.dropped),
+            dropped_groups=self.dropped_groups,
+            ready=tuple(_copy(group) for _, group in sorted(self._ready.items())),
+            open=tuple(
+                OpenGroup(group=_copy(entry.group), size=entry.size, running=tuple(sorted(entry.running)))
+                for _, entry in sorted(self._open.items())
+            ),
+        )
+
+    @classmethod
+    def from_holdings(cls, holdings: Holdings, cause: str) -> tuple[Buffer, list[Unplayed]]:
+        """A buffer that goes on from `holdings`, and the members to play again, in the order of their groups.
+
+        What was running then is lost: dropped for `cause`, and dispatched again under the same id and seed. ValueError if
+        the groups or the books contradict themselves.
+        """
+        buffer = cls()
+        buffer.dispatched, buffer.trained = holdings.dispatched, holdings.trained
+        buffer.dropped, buffer.dropped_groups = Counter(holdings.dropped), holdings.dropped_groups
+        buffer._ready = {group.group_id: _copy(group) for group in holdings.ready}
+        for held in holdings.open:
+            entry = _Entry(group=_copy(held.group), size=held.size, running=set(held.running))
+            buffer._open[entry.group.group_id] = entry
+        _check_groups(holdings)
+        try:
+            buffer.check()
+        except RuntimeError as error:
+            raise ValueError(f"holdings: {error}") from None
+        unplayed = [
+            Unplayed(trajectory_id=name, group_id=held.group.group_id, env_seed=held.group.env_seed)
+            for held in holdings.open
+            for name in held.running
+        ]
+        if unplayed:
+            buffer.dropped[cause] += len(unplayed)
+            buffer.dispatched += len(unplayed)
+        return buffer, unplayed
+
     def counts(self) -> dict[str, int]:
         """The books, for the log: dispatched = trained + in_flight + the dropped ones of each cause."""
         causes = {f"dropped_{cause.replace(' ', '_')}": count for cause, count in sorted(self.dropped.items())}
@@ -143,3 +217,19 @@ class Buffer:
         group.trajectories.sort(key=lambda member: member.trajectory_id)
         self._ready[group.group_id] = group
         return "ready"
+
+
+def _copy(group: Group) -> Group:
+    return Group(group_id=group.group_id, env_seed=group.env_seed, trajectories=list(group.trajectories))
+
+
+def _check_groups(holdings: Holdings) -> None:
+    """ValueError for a group or a member that is there twice, or an open group that could not have come about."""
+    groups = [*holdings.ready, *(held.group for held in holdings.open)]
+    ids = [group.group_id for group in groups]
+    if len(set(ids)) != len(ids):
+        raise ValueError(f"holdings: group ids {sorted(ids)}: must be different")
+    for held in holdings.open:
+        names = [*held.running, *(member.trajectory_id for member in held.group.trajectories)]
+        if not held.running or len(set(names)) != len(names) or len(names) > held.size:
+            raise ValueError(f"holdings: open group {held.group.group_id} of size={held.size} with members {names}")

@@ -9,17 +9,11 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 MARKER = "STABLE"
 """An empty file: the folder it is in was written to the end."""
-
-
-class Writer(Protocol):
-    """What can write itself into a folder."""
-
-    def write_folder(self, path: Path) -> None: ...
 
 
 def is_stable(path: Path) -> bool:
@@ -27,15 +21,15 @@ def is_stable(path: Path) -> bool:
     return (path / MARKER).is_file()
 
 
-def save_policy(trainer: Writer, path: Path) -> None:
-    """Writes the policy's Hugging Face folder at `path`, replacing what is there; OSError leaves the old one in place."""
+def save_policy(write: Callable[[Path], None], path: Path) -> None:
+    """Has `write` fill a folder that becomes `path`, replacing what is there; an OSError leaves the old one in place."""
     aside, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
     path.parent.mkdir(parents=True, exist_ok=True)
     for left_over in (aside, old):
         if left_over.exists() and (left_over == aside or path.exists()):
             shutil.rmtree(left_over)
     aside.mkdir()
-    trainer.write_folder(aside)
+    write(aside)
     (aside / MARKER).touch()
     _flush(aside)
     if path.exists():

@@ -1,6 +1,6 @@
 """The controller process: one event loop around ranks, environments and the order of steps. Torch-free.
 
-    python -m pearl.rl.controller RUN MODEL_FOLDER ADDRESS_FD RANKS PARENT_PID        (started by rank 0)
+    python -m pearl.rl.controller RUN MODEL_FOLDER ADDRESS_FD RANKS PARENT_PID CHECKPOINT     (started by rank 0)
 
 Owns sockets, heartbeats, commands and their numbers, and what is written to the run directory. What to do is said by
 others: admission (when a trajectory may start, when a batch is complete), router (where a request runs), packing (what is
@@ -13,10 +13,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import socket
 import sys
-import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,50 +33,66 @@ from pearl.protocol import (
     Failed,
     Hello,
     Interrupted,
+    Kill,
     Notice,
     Ping,
+    Ready,
     StepReport,
     Stop,
     ToController,
     Tokens,
 )
 from pearl.rl import process
+from pearl.rl.activity import Activity
 from pearl.rl.collector import Collector
 from pearl.rl.envs import registry as environments
 from pearl.rl.envs.base import system_prompt_of
 from pearl.rl.envs.pool import EnvironmentPool
 from pearl.rl.heartbeat import LONGEST_GAP_S, Heartbeat
+from pearl.rl.layout import JobLayout
 from pearl.rl.rollout import Rollout
 from pearl.rl.training import TrainingRun
 from pearl.rl.types import Trajectory
 from pearl.sched.router import Router
 
 POLL_S = 0.2
+STATUS_EVERY_S = 1.0
 
 
 class JobFailed(RuntimeError):
     """The job cannot go on; the message is its one-line reason."""
 
+    def __init__(self, reason: str, exit_code: int = 1) -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code
+
 
 class Controller:
     """The event loop. `TrainingRun` calls `pump`, `wait_for` and `carry_out`; everything else happens inside `pump`."""
 
-    def __init__(self, config: Config, run: Path, folder: Path, ranks: int) -> None:
+    def __init__(self, config: Config, run: Path, folder: Path, layout: JobLayout, checkpoint: Path | None) -> None:
         self.config = config
+        self.checkpoint = checkpoint
         self.run = run
         self.folder = folder
+        self.layout = layout
         self.clock: Clock = WallClock()
         self.context = zmq.Context()
         self.server = Server(self.context, "tcp://127.0.0.1:0", ToController)
-        self.names = [f"rank{rank}" for rank in range(ranks)]
         self.pool = EnvironmentPool(self.context, config.env, self.clock, run / "logs")
         self.collector: Collector | None = None
-        self._hellos: dict[str, Hello] = {}
-        self._done: dict[int, Done] = {}
+        self.training: TrainingRun | None = None
+        trace = f"trace{f'-{checkpoint.name}' if checkpoint else ''}.json"
+        self.activity = Activity(layout, run / trace if config.trace else None, self.clock.now())
+        self.interrupted_by: int | None = None
+        self._hellos: dict[int, Hello] = {}
+        self._ready: dict[int, Ready] = {}
+        self._done: dict[int, dict[int, Done]] = {}
         self._number = 0
-        self._each_turn: Callable[[], None] = lambda: None
-        silence_s = config.timeouts.silence_s
-        self._heartbeat = Heartbeat([], every_s=config.timeouts.heartbeat_s, silence_s=silence_s, now=self.clock.now())
+        self._waiting_for, self._waiting_since = "", self.clock.now()
+        self._status_at = self.clock.now()
+        timeouts = config.timeouts
+        self._heartbeat = Heartbeat(every_s=timeouts.heartbeat_s, silence_s=timeouts.silence_s, now=self.clock.now())
 
     # ------------------------------------------------------------------------------------------------- the job
 
@@ -84,29 +100,33 @@ class Controller:
         """Plays the whole job and returns how it ended."""
         try:
             tokenizer = Tokenizer.from_folder(self.folder)
-            self.wait_for(lambda: len(self._hellos) == len(self.names), "timeouts.start_s", "all ranks to be ready")
-            self._heartbeat = Heartbeat(
-                self.names,
-                every_s=self.config.timeouts.heartbeat_s,
-                silence_s=self.config.timeouts.silence_s,
-                now=self.clock.now(),
-            )
-            limit = min(hello.max_model_len for hello in self._hellos.values())
+            ranks = self.layout.world
+            self.wait_for(lambda: len(self._ready) == ranks, "timeouts.start_s", f"{ranks} ranks to be ready")
+            limit = min(self._ready[rank].max_model_len for rank in self.layout.serving)
             self.collector = self._new_collector(tokenizer, limit)
-            training = TrainingRun(self, self.collector, tokenizer, max_model_len=limit)
-            self._each_turn = training.admit
-            return Stop(number=self._number, reason=training.run(), exit_code=0)
-        except (JobFailed, ChannelError, ValueError) as error:
+            self.training = TrainingRun(self, self.collector, tokenizer, max_model_len=limit)
+            return Stop(number=self._number, reason=self.training.run(self.checkpoint), exit_code=0)
+        except JobFailed as failure:
+            return Stop(number=self._number, reason=self._first_cause(str(failure)), exit_code=failure.exit_code)
+        except (ChannelError, ValueError) as error:
             traceback.print_exc()
-            return Stop(number=self._number, reason=f"failed: {error}", exit_code=1)
+            return Stop(number=self._number, reason=self._first_cause(f"failed: {error}"), exit_code=1)
         except Exception as error:  # a fault of ours; the ranks must not wait for their time-out to learn of it
             traceback.print_exc()
             return Stop(number=self._number, reason=f"failed: {type(error).__name__}: {error}", exit_code=1)
 
+    def _first_cause(self, reason: str) -> str:
+        """A rank that has died explains whatever its peers or the launcher say afterwards."""
+        here = socket.gethostname()
+        dead = [hello for hello in self._hellos.values() if hello.host == here and not process.is_alive(hello.pid)]
+        if not dead:
+            return reason
+        return f"{', '.join(f'rank {hello.rank} (pid {hello.pid}) died' for hello in dead)}; then {reason}"
+
     def _new_collector(self, tokenizer: Tokenizer, max_model_len: int) -> Collector:
         router = Router()
-        for name in self.names:
-            router.add_worker(name)
+        for rank in self.layout.serving:
+            router.add_worker(name_of(rank))
         env = self.config.env
         system_prompt = system_prompt_of(environments.make(env.name, **environments.constructor_options(env)))
         training = self.config.rollout
@@ -123,16 +143,17 @@ class Controller:
                 system_prompt=system_prompt,
             )
 
-        return Collector(new_rollout, pool=self.pool, router=router, send=self.send)
+        return Collector(new_rollout, pool=self.pool, router=router, send=self.server.send)
 
     def end(self, stop: Stop) -> None:
         """Tells the ranks and ends the environments; never raises."""
-        for name in self._hellos:
+        for rank in self._hellos:
             try:
-                self.server.send(name, stop)
+                self.send(rank, stop)
             except ChannelError as error:
                 print(error, flush=True)
         self.pool.close()
+        self.activity.close()
         self.server.socket.close(linger=1000)
         self.context.term()
 
@@ -141,13 +162,13 @@ class Controller:
     def pump(self, timeout_s: float = POLL_S) -> None:
         """One turn: waits for anything to arrive, takes it, lets new work start, and sends what has gathered."""
         wait([self.server, *self.pool.ends], timeout_s)
-        for name, message in self.server.receive():
-            self._heartbeat.heard(name)
-            self._take(name, message)
+        for _, message in self.server.receive():
+            self._heartbeat.heard(message.rank)
+            self._take(message)
         now = self.clock.now()
-        if self.collector is not None:
+        if self.collector is not None and self.training is not None:
             self.collector.poll_environments(now)
-            self._each_turn()
+            self.training.admit()
             self.collector.flush()
         self._watch(now)
 
@@ -159,72 +180,109 @@ class Controller:
         section, field = limit.split(".")
         left = timeout_s = getattr(getattr(self.config, section), field)
         seen, last = renew() if renew else None, self.clock.now()
+        self._waiting_for, self._waiting_since = what, last
         while not ready():
             self.pump()
             now = self.clock.now()
             left, last = left - min(now - last, LONGEST_GAP_S), now
             if renew and (value := renew()) != seen:
-                seen, left = value, timeout_s
+                seen, left, self._waiting_since = value, timeout_s, now
             if left <= 0:
                 raise JobFailed(f"waited {limit}={timeout_s:g} s for {what}")
 
-    def carry_out(self, make: Callable[[int], Command]) -> Done:
-        """Sends the command that `make(number)` gives to all ranks and pumps until it is done."""
+    def carry_out(self, make: Callable[[int], Command], ranks: Iterable[int]) -> dict[int, Done]:
+        """Sends the command that `make(number)` gives to these ranks and pumps until all have done it."""
         number, self._number = self._number, self._number + 1
-        command = make(number)
-        for name in self.names:
-            self.send(name, command)
-        what = f"command {number} ({type(command).__name__})"
-        self.wait_for(lambda: number in self._done, "timeouts.command_s", what)
+        command, ranks = make(number), list(ranks)
+        name = type(command).__name__
+        self._done[number] = {}
+        for rank in ranks:
+            self.activity.begin(rank, name, self.clock.now())
+            self.send(rank, command)
+        self.wait_for(lambda: len(self._done[number]) == len(ranks), "timeouts.command_s", f"command {number} ({name})")
         return self._done.pop(number)
 
-    def send(self, name: str, message: Any) -> None:
-        self.server.send(name, message)
+    def send(self, rank: int, message: Any) -> None:
+        self.server.send(name_of(rank), message)
 
     def notice(self, text: str) -> None:
         """Has one line printed by rank 0."""
-        self.send(self.names[0], Notice(text=text))
+        self.send(0, Notice(text=text))
 
     def report(self, row: dict[str, Any]) -> None:
         """Has a step's line printed by rank 0."""
-        self.send(self.names[0], StepReport(metrics=row))
+        self.send(0, StepReport(metrics=row))
 
-    def _take(self, name: str, message: Any) -> None:
-        if isinstance(message, Tokens):
-            if self.collector is not None:
-                self.collector.on_tokens(name, message)
-        elif isinstance(message, Done):
-            self._done[message.number] = message
-        elif isinstance(message, Hello):
-            self._hellos[name] = message
-        elif isinstance(message, Failed):
-            print(message.traceback, flush=True)
-            raise JobFailed(f"rank {message.rank}: {message.error}")
-        elif isinstance(message, Interrupted):
-            raise JobFailed(f"interrupted by {message.signal}")
+    def _take(self, message: Any) -> None:
+        match message:
+            case Tokens():
+                if self.collector is not None:
+                    self.activity.stepped(message, self.clock.now())
+                    self.collector.on_tokens(name_of(message.rank), message)
+            case Done():
+                self.activity.end(message.rank, self.clock.now())
+                self._done[message.number][message.rank] = message
+            case Hello():
+                self._hellos[message.rank] = message
+                self._heartbeat.add(message.rank)
+            case Ready():
+                self._ready[message.rank] = message
+            case Failed():
+                print(message.traceback, flush=True)
+                raise JobFailed(f"rank {message.rank} failed: {message.error}")
+            case Interrupted():
+                raise JobFailed(f"interrupted by {message.signal}", 128 + signal.Signals[message.signal])
 
     def _watch(self, now: float) -> None:
+        if self.interrupted_by is not None:
+            raise JobFailed(f"interrupted by {signal.Signals(self.interrupted_by).name}", 128 + self.interrupted_by)
         silent = self._heartbeat.advance(now)
         if silent:
-            raise JobFailed(f"{', '.join(silent)} silent for timeouts.silence_s={self.config.timeouts.silence_s:g} s")
+            raise JobFailed(self._kill(silent))
         if self._heartbeat.ping_due():
-            for name in self._hellos:
-                self.send(name, Ping(sequence=self._heartbeat.sequence))
+            for rank in self._hellos:
+                self.send(rank, Ping(sequence=self._heartbeat.sequence))
+        if now - self._status_at >= STATUS_EVERY_S and 0 in self._hellos:
+            self._status_at = now
+            queues = self.training.queues() if self.training else {}
+            self.send(0, self.activity.status(self._waiting_for, now - self._waiting_since, queues, now))
+
+    def _kill(self, silent: list[int]) -> str:
+        """Ends ranks that answer no more (a launcher would wait half a minute for a stopped one); returns the reason."""
+        here = socket.gethostname()
+        names, limit = ", ".join(map(str, silent)), self.config.timeouts.silence_s
+        reason = f"rank {names} silent for timeouts.silence_s={limit:g} s, killed"
+        print(reason, flush=True)
+        if 0 in silent:  # it cannot say so itself
+            process.tell_terminal(f"ended: {reason}")
+        for rank in silent:
+            hello = self._hellos[rank]
+            if hello.host == here:
+                process.kill(hello.pid)
+                continue
+            others = [other.rank for other in self._hellos.values() if other.host == hello.host and other.rank not in silent]
+            if others:
+                self.send(min(others), Kill(pid=hello.pid))
+        return reason
+
+
+def name_of(rank: int) -> str:
+    """The name under which a rank connects."""
+    return f"rank{rank}"
 
 
 def main(argv: list[str]) -> int:
-    run, folder, fd, ranks, parent = Path(argv[0]), Path(argv[1]), int(argv[2]), int(argv[3]), int(argv[4])
+    run, folder, fd, world, parent = Path(argv[0]), Path(argv[1]), int(argv[2]), int(argv[3]), int(argv[4])
     process.die_with_parent(parent=parent)
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)  # a rank that is interrupted tells us; we end in order, with it
     config = configuration.from_json((run / "config.json").read_bytes())
-    controller = Controller(config, run, folder, ranks)
+    checkpoint = Path(argv[5]) if argv[5] else None
+    controller = Controller(config, run, folder, JobLayout.of(config, world), checkpoint)
+    process.on_signals(lambda signum: setattr(controller, "interrupted_by", signum))
     os.write(fd, controller.server.address.encode() + b"\n")
     os.close(fd)
-    started = time.monotonic()
     stop = controller.work()
     controller.end(stop)
-    print(f"ended after {time.monotonic() - started:.1f} s: {stop.reason}", flush=True)
+    print(f"ended: {stop.reason}", flush=True)
     return stop.exit_code
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 LONGEST_GAP_S = 1.0
 """A pause of the watcher itself (Ctrl-Z, a suspended laptop) counts at most this much towards any deadline."""
 
@@ -11,19 +9,23 @@ LONGEST_GAP_S = 1.0
 class Heartbeat:
     """Says when a ping is due and which peers have been silent too long."""
 
-    def __init__(self, peers: Iterable[str], *, every_s: float, silence_s: float, now: float) -> None:
+    def __init__(self, *, every_s: float, silence_s: float, now: float) -> None:
         self.sequence = 0
         self._every_s = every_s
         self._silence_s = silence_s
-        self._silence = dict.fromkeys(peers, 0.0)
+        self._silence: dict[int, float] = {}
         self._since_ping = every_s
         self._last = now
 
-    def heard(self, peer: str) -> None:
+    def add(self, peer: int) -> None:
+        """Watches a peer from now on."""
+        self._silence[peer] = 0.0
+
+    def heard(self, peer: int) -> None:
         if peer in self._silence:
             self._silence[peer] = 0.0
 
-    def advance(self, now: float) -> list[str]:
+    def advance(self, now: float) -> list[int]:
         """Moves time on; returns the peers whose silence has passed `silence_s`."""
         gap = min(max(0.0, now - self._last), LONGEST_GAP_S)
         self._last = now

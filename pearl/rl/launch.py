@@ -1,14 +1,14 @@
 """Starts a job: `pearl run [RECIPE] [--set a.b=c ...] [--print]` and `torchrun -m pearl.rl.launch` with the same options.
 
-Owns the command line and the life of one rank: run directory, controller process, WORLD, trainer and engine, main loop,
-the end. `pearl run` checks the configuration, then becomes torchrun. Only this module and `pearl.rl.trainer` and its kin
-import torch, and only once the configuration is known to be good. Rank 0 alone prints.
+Owns the command line and the life of one rank: run directory, controller process, WORLD (`world.py`), main loop, the end.
+`pearl run` checks the configuration, then becomes torchrun. torch is loaded only once the configuration is known to be
+good. Rank 0 alone prints.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
 import datetime
 import os
 import select
@@ -17,23 +17,25 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pearl import config as configuration
 from pearl.config import Config
 from pearl.metrics.console import duration, step_line
+from pearl.metrics.jsonl import read_jsonl
+from pearl.metrics.live import LiveView, is_interactive
 from pearl.overrides import override
-from pearl.protocol import Hello, Notice, StepReport
+from pearl.protocol import Hello, Notice, Ready, Status, StepReport, Stop
 from pearl.rl import fresh_model, process
 from pearl.rl.control import ControlThread
 from pearl.rl.envs import registry as environments
 from pearl.rl.envs.base import words_of
-from pearl.rl.rank import RankLoop
+from pearl.rl.layout import JobLayout
+from pearl.rl.rank import RankLoop, report_failure
 from pearl.rl.recipes import registry as recipes
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from pearl.rl.run_state import ResumePoint, RunLock, check_settings, open_run, rewind_run
 
 EXIT_USAGE = 2
 
@@ -53,17 +55,35 @@ class Interrupt(BaseException):
 def parser(program: str) -> argparse.ArgumentParser:
     """The options of a job, the same for `pearl run` and for torchrun."""
     options = argparse.ArgumentParser(prog=program, allow_abbrev=False, description="Train an agent by reinforcement learning.")
-    options.add_argument("recipe", nargs="?", default="quickstart", help=f"one of: {', '.join(recipes.RECIPES)}")
+    options.add_argument("recipe", nargs="?", help=f"one of: {', '.join(recipes.RECIPES)} (default: quickstart)")
     options.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting, e.g. seed=1")
+    options.add_argument("--resume", metavar="RUN", help="go on from the last checkpoint of this run directory")
     options.add_argument("--print", action="store_true", help="print the resolved configuration and end")
     return options
 
 
-def configured(arguments: argparse.Namespace, world: int) -> Config:
-    """The Config of a command line, checked as far as it can be without starting anything."""
-    config = configuration.resolve(override(recipes.load(arguments.recipe), arguments.set), world)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a command line asks for: a resolved configuration, and where to go on, if anywhere."""
+
+    config: Config
+    layout: JobLayout
+    resume: ResumePoint | None
+
+
+def planned(arguments: argparse.Namespace, world: int) -> Job:
+    """The job of a command line, checked as far as it can be without starting anything. ValueError says what is wrong."""
+    point = None
+    if arguments.resume is not None:
+        if arguments.recipe is not None:
+            raise ValueError(f"recipe {arguments.recipe!r}: --resume takes the settings of its run; leave the recipe out")
+        point = open_run(arguments.resume)
+    base = point.config if point else recipes.load(arguments.recipe or "quickstart")
+    config = configuration.resolve(override(base, arguments.set), world)
     environments.check(config.env.name, environments.constructor_options(config.env))
-    return config
+    if point:
+        check_settings(point, config)
+    return Job(config=config, layout=JobLayout.of(config, world), resume=point)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,17 +92,26 @@ def main(argv: list[str] | None = None) -> int:
     commands = argparse.ArgumentParser(prog="pearl", allow_abbrev=False, description=__doc__.splitlines()[0])
     commands.add_argument("command", choices=["run"], help="run: train (see `pearl run --help`)")
     commands.parse_args(argv[:1])
-    arguments = parser("pearl run").parse_args(argv[1:])
+    options = parser("pearl run")
+    options.add_argument("--nproc", type=int, default=1, metavar="W", help="ranks (processes) on this machine, default 1")
+    arguments = options.parse_args(argv[1:])
     try:
-        config = configured(arguments, world=1)
+        job = planned(arguments, world=max(1, arguments.nproc))
     except ValueError as error:
         print(f"pearl run: error: {error}", file=sys.stderr)
         return EXIT_USAGE
     if arguments.print:
-        print(configuration.to_json(config))
+        print(configuration.to_json(job.config))
         return 0
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
-    os.execv(sys.executable, [*torchrun, "-m", "pearl.rl.launch", *argv[1:]])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={job.layout.world}"]
+    os.execv(sys.executable, [*torchrun, "-m", "pearl.rl.launch", *rank_arguments(arguments)])
+
+
+def rank_arguments(arguments: argparse.Namespace) -> list[str]:
+    """The command line of a rank, from that of `pearl run`."""
+    recipe = [arguments.recipe] if arguments.recipe else []
+    resume = ["--resume", arguments.resume] if arguments.resume else []
+    return [*recipe, *resume, *(part for setting in arguments.set for part in ("--set", setting))]
 
 
 def rank_main(argv: list[str] | None = None) -> int:
@@ -92,66 +121,80 @@ def rank_main(argv: list[str] | None = None) -> int:
     try:
         if rank < 0 and not arguments.print:
             raise ValueError("RANK is not set: start this with torchrun, or with `pearl run`")
-        config = configured(arguments, world)
+        job = planned(arguments, world)
     except ValueError as error:
         if rank <= 0:
             print(f"pearl: error: {error}", file=sys.stderr)
         return EXIT_USAGE
     if arguments.print:
         if rank <= 0:
-            print(configuration.to_json(config))
+            print(configuration.to_json(job.config))
         return 0
-    return Launch(config, rank, world).run()
+    return Launch(job, rank).run()
 
 
 class Launch:
     """The life of one rank, in order; `run` undoes what was begun whatever happens."""
 
-    def __init__(self, config: Config, rank: int, world: int) -> None:
-        self.config = config
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job = job
+        self.config = job.config
         self.rank = rank
-        self.world = world
         self.started = time.monotonic()
         self.run_directory = Path()
+        self.lock: RunLock | None = None
         self.controller: subprocess.Popen | None = None
         self.control: ControlThread | None = None
+        self.view = LiveView(sys.stdout, interactive=is_interactive(sys.stdout), history=self._history()) if rank == 0 else None
 
     def run(self) -> int:
         """Returns the exit code: 0 done, 128 + signal when interrupted, 1 for anything that went wrong."""
         process.on_signals(self._interrupted)
         process.die_with_parent(signal.SIGTERM, parent=os.getppid())
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        code = 1
+        code, ending = 1, ""
         try:
-            self.run_directory = make_run_directory(self.config)
-            self._say(f"{self.config.recipe}: run directory {self.run_directory}")
-            folder = self._model_folder()
-            address = self._start_controller(folder)
-            loop = self._build(folder, address)
-            self._say(f"ready after {time.monotonic() - self.started:.1f} s")
+            address_fd = self._lead() if self.rank == 0 else None
+            loop = self._build(address_fd)
+            self._say(f"ready after {time.monotonic() - self.started:.1f} s: {self._who()}")
             code = loop.run()
             self._log(loop.traceback)
-            self._say(self._ending(code, loop.stop_reason))
+            ending = loop.stop_reason if code == 0 else ""
+            self._draw_curves(self.run_directory / "metrics.jsonl")
         except LaunchError as error:
-            self._say(f"failed: {error}")
+            ending = f"failed: {error}"
         except Interrupt as interrupt:
-            code = 128 + interrupt.signum
-            self._say(f"interrupted by {signal.Signals(interrupt.signum).name} while starting")
+            code, ending = 128 + interrupt.signum, f"interrupted by {signal.Signals(interrupt.signum).name} while starting"
+        except Exception as error:  # one line for people, the rest for the log
+            self._log(traceback.format_exc())
+            if self.control is None:
+                ending = f"failed: {type(error).__name__}: {error}"
+            else:
+                code = report_failure(self.control, self.rank, error).exit_code
         finally:
-            self._close()
+            self._close(code, ending)
         return code
 
-    def _model_folder(self) -> Path:
-        if self.config.model.path is not None:
-            return Path(self.config.model.path)
-        environment = environments.make(self.config.env.name, **environments.constructor_options(self.config.env))
-        folder = self.run_directory / "initial_policy"
-        fresh_model.write_model_folder(folder, self.config.model, words_of(environment))
-        return folder
+    # ------------------------------------------------------------------------------------------------- the beginning
 
-    def _start_controller(self, folder: Path) -> int:
+    def _lead(self) -> int:
+        """What rank 0 does for all before torch is loaded: run directory, fresh policy, controller."""
+        resume = self.job.resume
+        self.run_directory = resume.run if resume else make_run_directory(self.config)
+        try:
+            self.lock = RunLock(self.run_directory)
+        except ValueError as error:
+            raise LaunchError(str(error)) from None
+        if resume:
+            lost = rewind_run(self.run_directory, resume.state.step)
+            self._say(f"resuming {self.run_directory} after step {resume.state.step}; put aside: {lost}")
+        (self.run_directory / "config.json").write_text(configuration.to_json(self.config) + "\n")
+        self._say(f"{self.config.recipe}: run directory {self.run_directory}")
+        folder = self._model_folder()
         reader, writer = os.pipe()
-        arguments = [str(self.run_directory), str(folder), str(writer), str(self.world), str(os.getpid())]
+        checkpoint = str(resume.checkpoint) if resume else ""
+        numbers = [str(writer), str(self.job.layout.world), str(os.getpid())]
+        arguments = [str(self.run_directory), str(folder), *numbers, checkpoint]
         self.controller = process.start(
             [sys.executable, "-m", "pearl.rl.controller", *arguments],
             self.run_directory / "logs" / "controller.log",
@@ -160,71 +203,122 @@ class Launch:
         os.close(writer)
         return reader
 
-    def _build(self, folder: Path, address_fd: int) -> RankLoop:
+    def _model_folder(self) -> Path:
+        """The policy to start from; a fresh one is written into the run (without weights: the trainer makes them)."""
+        if self.config.model.path is not None:
+            return Path(self.config.model.path)
+        folder = self.run_directory / "initial_policy"
+        if self.rank == 0 and self.job.resume is None:
+            environment = environments.make(self.config.env.name, **environments.constructor_options(self.config.env))
+            fresh_model.write_model_folder(folder, self.config.model, words_of(environment))
+        return folder
+
+    def _build(self, address_fd: int | None) -> RankLoop:
+        """WORLD, its groups, the control thread, and this rank's trainer and engine."""
         import torch
 
-        from pearl.engine.engine import Engine
-        from pearl.rl import publisher
-        from pearl.rl.trainer import Trainer
+        from pearl.rl import world
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        store = join_world(self.config.timeouts.start_s)
-        trainer = Trainer(folder, self.config)
-        engine_config = dataclasses.replace(self.config.engine, model=str(folder), seed=self.config.seed)
-        engine = Engine(engine_config, load_weights=False, text=False)
-        if self.rank == 0:
+        timeouts, layout = self.config.timeouts, self.job.layout
+        try:
+            store = world.join(timeouts.join_s)
+        except (RuntimeError, ValueError) as error:
+            limit = f"timeouts.join_s={timeouts.join_s:g} s"
+            raise LaunchError(f"not all of {layout.world} ranks came within {limit}: {error}") from None
+        if self.rank == 0 and address_fd is not None:
             store.set("controller", self._read_address(address_fd))
-        self.control = ControlThread(
-            store.get("controller").decode(), self.rank, self.config.timeouts, self._show, self._controller_ended
-        )
+            store.set("run", str(self.run_directory))
+        self.run_directory = Path(store.get("run").decode())
+        self.control = ControlThread(store.get("controller").decode(), self.rank, timeouts, self._show, self.controller)
         self.control.start()
-        self.control.send(Hello(rank=self.rank, pid=os.getpid(), host=socket.gethostname(), max_model_len=engine.max_model_len))
+        self.control.send(Hello(rank=self.rank, pid=os.getpid(), host=socket.gethostname(), roles=layout.roles(self.rank)))
+        groups = world.make_groups(layout, self.rank, timeouts.command_s)
+        parts = world.build_parts(self.config, layout, self.rank, groups, self._model_folder(), store)
+        length = parts.engine.max_model_len if parts.engine is not None else 0
+        self.control.send(Ready(rank=self.rank, max_model_len=length))
         return RankLoop(
             rank=self.rank,
             control=self.control,
-            engine=engine,
-            trainer=trainer,
-            publish=lambda version: publisher.publish(trainer, engine, version),
+            engine=parts.engine,
+            trainer=parts.trainer,
+            publisher=parts.publisher,
+            publish_timeout_s=timeouts.command_s,
         )
 
     def _read_address(self, fd: int) -> str:
-        timeout_s = self.config.timeouts.start_s
+        timeout_s = self.config.timeouts.join_s
         readable, _, _ = select.select([fd], [], [], timeout_s)
         if not readable:
-            raise LaunchError(f"waited timeouts.start_s={timeout_s:g} s for the controller's address")
+            raise LaunchError(f"waited timeouts.join_s={timeout_s:g} s for the controller's address")
         address = os.read(fd, 4096).decode().strip()
         os.close(fd)
         if not address:
             raise LaunchError(f"the controller did not start; see {self.run_directory / 'logs' / 'controller.log'}")
         return address
 
-    def _controller_ended(self) -> str | None:
-        if self.controller is None or self.controller.poll() is None:
-            return None
-        log = self.run_directory / "logs" / "controller.log"
-        return f"the controller ended with exit code {self.controller.returncode}; see {log}"
+    # ------------------------------------------------------------------------------------------------- the end
 
     def _interrupted(self, signum: int) -> None:
         if self.control is None:
             raise Interrupt(signum)
         self.control.interrupt(signum)
 
-    def _close(self) -> None:
+    def _close(self, code: int, ending: str) -> None:
         if self.control is not None:
             self.control.close()
         if self.controller is not None:
             process.stop(self.controller, self.config.timeouts.stop_s)
+        if self.view is not None:
+            took = duration(time.monotonic() - self.started)
+            parts = [f"{'done' if code == 0 else 'ended'} after {took}", ending, f"results in {self.run_directory}"]
+            text = "; ".join(part for part in parts if part)
+            self._log(text)
+            self.view.close(text)
+        if self.lock is not None:
+            self.lock.release()
 
-    def _ending(self, code: int, reason: str) -> str:
-        took = duration(time.monotonic() - self.started)
-        return f"{'done' if code == 0 else 'ended'} after {took}: {reason}; results in {self.run_directory}"
+    def _draw_curves(self, rows: Path) -> None:
+        if self.rank == 0 and rows.exists():
+            from pearl.metrics.plot import plot_run
 
-    def _show(self, message: StepReport | Notice) -> None:
-        self._say(step_line(message.metrics) if isinstance(message, StepReport) else message.text)
+            try:
+                plot_run(read_jsonl(rows), self.run_directory / "reward.png", title=self.run_directory.name)
+            except OSError as error:  # the run itself is done and saved
+                self._say(f"reward.png could not be written: {error}")
+
+    # ------------------------------------------------------------------------------------------------- words
+
+    def _history(self) -> list[dict]:
+        """Rows of the part of a resumed run that counts."""
+        resume = self.job.resume
+        if resume is None or not (resume.run / "metrics.jsonl").exists():
+            return []
+        return [row for row in read_jsonl(resume.run / "metrics.jsonl") if row["step"] <= resume.state.step]
+
+    def _who(self) -> str:
+        layout = self.job.layout
+        if layout.takes_turns:
+            return "one rank trains and serves by turns"
+        return f"{len(layout.training)} training, {len(layout.serving)} serving, max_staleness {self.config.max_staleness}"
+
+    def _show(self, message: StepReport | Status | Notice | Stop) -> None:
+        if self.view is None:
+            return
+        match message:
+            case StepReport():
+                self.view.step(message.metrics)
+                self._log(step_line(message.metrics))
+            case Status():
+                self.view.status(message)
+            case Stop():
+                self._say(message.reason)
+            case Notice():
+                self._say(message.text)
 
     def _say(self, text: str) -> None:
-        if self.rank == 0:
-            print(text, flush=True)
+        if self.view is not None:
+            self.view.notice(text)
         self._log(text)
 
     def _log(self, text: str) -> None:
@@ -236,30 +330,18 @@ class Launch:
 
 
 def make_run_directory(config: Config) -> Path:
-    """Makes `output_dir/recipe-date-time` (with a counter if it exists) and writes the resolved config.json into it."""
+    """Makes `output_dir/recipe-date-time` (with a counter if it exists). LaunchError if it cannot be written."""
     stem = f"{config.recipe or 'run'}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     try:
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)
         for suffix in ("", *(f"-{count}" for count in range(2, 1000))):
             run = Path(config.output_dir) / (stem + suffix)
-            if not run.exists():
+            with contextlib.suppress(FileExistsError):
                 run.mkdir()
-                (run / "config.json").write_text(configuration.to_json(config) + "\n")
                 return run
     except OSError as error:
         raise LaunchError(f"output_dir={config.output_dir!r}: cannot be written ({error.strerror})") from None
     raise LaunchError(f"output_dir={config.output_dir!r}: 999 runs began within this second")
-
-
-def join_world(timeout_s: float) -> Store:
-    """Makes the one WORLD process group of the job from torchrun's environment; returns its store."""
-    import torch.distributed as dist
-
-    timeout = datetime.timedelta(seconds=timeout_s)
-    store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))
-    store.set_timeout(timeout)
-    dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=world, timeout=timeout)
-    return dist.PrefixStore("job", store)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pearl.config import AlgorithmOptions
 
-POLICY_METRICS = ("loss", "kl", "entropy", "clipped", "ratio", "log_ratio_abs")
+POLICY_METRICS = ("loss", "kl", "entropy", "clipped", "ratio", "log_ratio_abs", "corrected", "importance", "capped")
 """Keys of LossSums.metrics of `policy_loss`."""
 
 SFT_METRICS = ("loss",)
@@ -50,25 +50,40 @@ def policy_loss(
     advantages_N: Tensor,
     options: AlgorithmOptions,
     *,
+    proximal_N: Tensor | None = None,
+    corrected_N: Tensor | None = None,
     reference_NV: Tensor | None = None,
     temperature: float = 1.0,
 ) -> LossSums:
-    """Sum over rows of `-min(ratio * A, clip(ratio) * A) + kl_coef * KL - entropy_coef * H`.
+    """Sum over rows of `-w * min(ratio * A, clip(ratio) * A) + kl_coef * KL - entropy_coef * H`.
 
     `ratio = exp(logp - behaviour)` is clipped to [1 - clip_low, 1 + clip_high] (PPO, Schulman et al. 2017; with bounds of
-    their own for the two sides as in DAPO, Yu et al. 2025). `behaviour_N=None` means that the present policy is the
-    behaviour: the ratio is 1 and carries the gradient. `reference_NV` are the reference's logits; without them the KL
-    is 0. Metrics: `loss` (as returned), `kl`, `entropy` (nats), `clipped` (tokens whose gradient the clip took away), `ratio`,
-    `log_ratio_abs`.
+    their own for the two sides as in DAPO, Yu et al. 2025) and w is 1. Rows in the mask `corrected_N` were sampled by another
+    policy than the one the step began with, whose log-probs are `proximal_N` (None: it is the present one). For them the
+    ratio is to the proximal policy, and w, without a gradient, leads from the behaviour to it (decoupled PPO, Hilton et al.
+    2022): `w = min(exp(proximal - behaviour), importance_cap)` (truncated importance sampling, Ionides 2008).
+    `behaviour_N=None` means that the behaviour is not known: all ratios are to the proximal policy, all w are 1.
+    `reference_NV` are the reference's logits; without them the KL is 0.
+    Metrics: `loss` (as returned), `kl`, `entropy` (nats), `clipped` (tokens whose gradient the clip took away), `ratio`,
+    `log_ratio_abs`; `corrected` (rows), and over those `importance` (w) and `capped` (rows whose w the cap cut).
     """
     logp_NV = log_softmax(logits_NV, temperature)
     logp_N = picked(logp_NV, targets_N)
-    log_ratio_N = logp_N - (logp_N.detach() if behaviour_N is None else behaviour_N)
+    start_N = logp_N.detach() if proximal_N is None else proximal_N
+    log_ratio_N = logp_N - _denominator(start_N, behaviour_N, corrected_N)
     ratio_N = log_ratio_N.exp()
     low, high = 1.0 - options.clip_low, 1.0 + options.clip_high
     surrogate_N = torch.minimum(ratio_N * advantages_N, ratio_N.clamp(low, high) * advantages_N)
+    zero = logp_N.new_zeros(())
+    importance = (zero, zero, zero)
+    if behaviour_N is not None and corrected_N is not None:
+        weight_N = (start_N - behaviour_N).exp()
+        capped_N = corrected_N & (weight_N > options.importance_cap)
+        weight_N = weight_N.clamp(max=options.importance_cap)
+        surrogate_N = surrogate_N * torch.where(corrected_N, weight_N, 1.0)
+        importance = (corrected_N.sum(), torch.where(corrected_N, weight_N, 0.0).sum(), capped_N.sum())
     loss = -surrogate_N.sum()
-    kl = loss.new_zeros(())
+    kl = zero
     if reference_NV is not None:
         kl = _kl_sum(logp_NV, logp_N, targets_N, log_softmax(reference_NV.detach(), temperature), options)
         loss = loss + options.kl_coef * kl
@@ -77,9 +92,16 @@ def policy_loss(
     if options.entropy_coef != 0.0:
         loss = loss - options.entropy_coef * entropy
     clipped_N = torch.where(advantages_N > 0, ratio_N > high, ratio_N < low) & (advantages_N != 0)
-    values = (loss, kl, entropy, clipped_N.sum(), ratio_N.sum(), log_ratio_N.abs().sum())
+    values = (loss, kl, entropy, clipped_N.sum(), ratio_N.sum(), log_ratio_N.abs().sum(), *importance)
     metrics = {name: value.detach().double() for name, value in zip(POLICY_METRICS, values, strict=True)}
     return LossSums(loss=loss, metrics=metrics, logprobs_N=logp_N.detach())
+
+
+def _denominator(start_N: Tensor, behaviour_N: Tensor | None, corrected_N: Tensor | None) -> Tensor:
+    """Log-probs of the policy that each row's ratio refers to."""
+    if behaviour_N is None:
+        return start_N
+    return behaviour_N if corrected_N is None else torch.where(corrected_N, start_N, behaviour_N)
 
 
 def _kl_sum(logp_NV: Tensor, logp_N: Tensor, targets_N: Tensor, logq_NV: Tensor, options: AlgorithmOptions) -> Tensor:

@@ -24,7 +24,8 @@ from pearl.protocol import PackingPlan, TrainSequence, TrainStep
 class MicroBatch:
     """Tensors of one forward pass; `behaviour_N` are the engine's log-probs of the targets.
 
-    `fresh_N`: the target's whole sequence was sampled by the version trained on; `stale_N`: the target was not.
+    `fresh_N`: the target's whole sequence was sampled by the version trained on (`all_fresh`: so it is for every row);
+    `stale_N`: the target was not. `proximal_N`: log-probs under the weights the step began with, None while they are present.
     """
 
     input_ids_T: Tensor
@@ -36,14 +37,16 @@ class MicroBatch:
     advantages_N: Tensor
     fresh_N: Tensor
     stale_N: Tensor
+    all_fresh: bool
+    proximal_N: Tensor | None = None
 
     @property
     def num_trained(self) -> int:
         return len(self.rows_N)
 
-    def with_behaviour(self, logprobs_N: Tensor) -> MicroBatch:
-        """The same with other behaviour log-probs."""
-        return replace(self, behaviour_N=logprobs_N)
+    def with_proximal(self, logprobs_N: Tensor) -> MicroBatch:
+        """The same with the log-probs of the policy at the start of the step."""
+        return replace(self, proximal_N=logprobs_N)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +60,26 @@ class _Rows:
     versions: np.ndarray
 
 
+_NONE = np.zeros(0, dtype=np.int64)
+_FILLER = _Rows(ids=np.zeros(1, dtype=np.int64), rows=_NONE, targets=_NONE, behaviour=_NONE, versions=_NONE)
+
+
 def build(
-    sequences: Sequence[TrainSequence], advantages: Sequence[float], *, weight_version: int, device: torch.device
+    sequences: Sequence[TrainSequence],
+    advantages: Sequence[float],
+    *,
+    weight_version: int,
+    device: torch.device,
+    never_empty: bool = False,
 ) -> MicroBatch:
-    """Packs these sequences in the order given; sequences without a trained token take no room."""
+    """Packs these sequences in the order given; sequences without a trained token take no room.
+
+    `never_empty` puts one untrained token where there is nothing to train, for ranks that must run the same passes as the
+    others. (With no token at all, some parameters would get no gradient, and the ranks' collectives would differ in size.)
+    """
     parts = [(rows, advantage) for rows, advantage in zip(map(_rows, sequences), advantages, strict=True) if len(rows.rows)]
+    if never_empty and not parts:
+        parts = [(_FILLER, 0.0)]
     lengths = [len(rows.ids) for rows, _ in parts]
     counts = [len(rows.rows) for rows, _ in parts]
     starts = np.cumsum([0, *lengths])[:-1]
@@ -81,6 +99,7 @@ def build(
         advantages_N=tensor([np.full(count, value) for count, (_, value) in zip(counts, parts, strict=True)], np.float32),
         fresh_N=tensor([np.full(len(flags), not flags.any()) for flags in stale], np.bool_),
         stale_N=tensor(stale, np.bool_),
+        all_fresh=not any(flags.any() for flags in stale),
     )
 
 
@@ -99,6 +118,8 @@ def _rows(sequence: TrainSequence) -> _Rows:
 
 def check(command: TrainStep, *, ranks: int, vocab_size: int, max_position: int) -> None:
     """ValueError, naming the sequence or update, for data or a plan that no forward pass could be right about."""
+    if command.objective not in ("sft", "policy"):
+        raise ValueError(f"step {command.step}: objective={command.objective!r}: must be sft or policy")
     for index, sequence in enumerate(command.sequences):
         problem = _problem(sequence, vocab_size, max_position, command.objective == "policy")
         if problem:
@@ -116,6 +137,8 @@ def _problem(sequence: TrainSequence, vocab_size: int, max_position: int, sample
     if size and not 0 <= min(sequence.token_ids) <= max(sequence.token_ids) < vocab_size:
         wrong = next(token for token in sequence.token_ids if not 0 <= token < vocab_size)
         return f"token_ids has {wrong}: must be in [0, {vocab_size})"
+    if size and np.asarray(sequence.token_ids).dtype.kind not in "iu":
+        return "token_ids has an entry that is not an integer"
     mask = set(sequence.loss_mask)
     if not mask <= {0, 1}:
         return f"loss_mask has {sorted(mask - {0, 1})[0]}: must be 0 or 1"

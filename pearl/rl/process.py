@@ -6,6 +6,7 @@ that happened before the call.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -43,3 +44,24 @@ def stop(child: subprocess.Popen, timeout_s: float) -> None:
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
+
+
+def kill(pid: int) -> None:
+    """SIGKILL; a process that is gone already is fine."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this host runs (or is stopped); a zombie does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def tell_terminal(text: str) -> None:
+    """One line to the terminal that this process was started from, if there is one: for a child whose output is a log."""
+    with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+        terminal.write(text + "\n")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from pearl.protocol import (
@@ -17,9 +17,11 @@ from pearl.protocol import (
     Checkpoint,
     Command,
     Done,
+    Export,
     Failed,
     NewRequest,
     Publish,
+    Restore,
     Role,
     Serve,
     SetReference,
@@ -32,6 +34,8 @@ from pearl.protocol import (
 )
 
 IDLE_WAIT_S = 0.2
+PUBLISH_POLL_S = 0.002
+VERDICT_WAIT_S = 3.0
 
 
 class ServingEngine(Protocol):
@@ -39,7 +43,7 @@ class ServingEngine(Protocol):
 
     def add_request(self, prompt: list[int], params: Any, request_id: str | None = None, **options: Any) -> str: ...
     def step_updates(self) -> Iterable[Any]: ...
-    def abort(self, request_id: str) -> bool: ...
+    def discard(self, request_id: str) -> bool: ...
     def has_unfinished(self) -> bool: ...
     def stats(self) -> Any: ...
     def switch_role(self, role: Role) -> Any: ...
@@ -51,6 +55,21 @@ class LearningTrainer(Protocol):
     def train_step(self, command: TrainStep) -> dict[str, Any]: ...
     def set_reference(self) -> None: ...
     def save(self, path: str) -> None: ...
+    def save_state(self, path: str) -> None: ...
+    def load_state(self, path: str) -> None: ...
+
+
+class Publisher(Protocol):
+    """This rank's part in giving weights to the engines (`pearl.rl.publisher` has one for each kind of rank)."""
+
+    def begin(self, version: int) -> None:
+        """Starts; returns without waiting for others."""
+
+    def poll(self) -> dict[str, Any] | None:
+        """Moves on without waiting; what it measured once this rank is through, else None."""
+
+    def wait(self, timeout_s: float) -> dict[str, Any]:
+        """Polls until this rank is through; an error after `timeout_s`."""
 
 
 class ControlPort(Protocol):
@@ -61,16 +80,17 @@ class ControlPort(Protocol):
 
 
 class RankLoop:
-    """`run()` returns the rank's exit code. `publish(version)` gives the trainer's weights to the engine."""
+    """`run()` returns the rank's exit code. A rank that only trains has no engine, one that only serves no trainer."""
 
     def __init__(
         self,
         *,
         rank: int,
         control: ControlPort,
-        engine: ServingEngine,
-        trainer: LearningTrainer,
-        publish: Callable[[int], dict[str, Any]],
+        engine: ServingEngine | None,
+        trainer: LearningTrainer | None,
+        publisher: Publisher,
+        publish_timeout_s: float,
     ) -> None:
         self.rank = rank
         self.stop_reason = ""
@@ -78,32 +98,37 @@ class RankLoop:
         self._control = control
         self._engine = engine
         self._trainer = trainer
-        self._publish = publish
+        self._publisher = publisher
+        self._publish_timeout_s = publish_timeout_s
+        self._publishing: tuple[int, float] | None = None
         self._serving = False
-        self._next_number = 0
+        self._last_number = -1
         self._exit_code: int | None = None
-        self._carry_out: dict[type, Callable[[Any], dict[str, Any]]] = {
-            Serve: self._serve,
-            SwitchRole: self._switch_role,
-            TrainStep: lambda command: self._trainer.train_step(command),
-            SetReference: self._set_reference,
-            Publish: lambda command: self._publish(command.version),
-            Checkpoint: self._checkpoint,
-        }
 
     def run(self) -> int:
         try:
             while self._exit_code is None:
-                busy = self._serving and self._engine.has_unfinished()
-                for message in self._control.take(0.0 if busy else IDLE_WAIT_S):
+                for message in self._control.take(self._patience()):
                     self._apply(message)
-                if self._exit_code is None and self._serving and self._engine.has_unfinished():
-                    self._step()
+                if self._exit_code is None:
+                    self._advance_publish(wait=False)
+                    if self._has_work():
+                        self._step()
         except Exception as error:  # whatever it was, the controller must hear of it before the rank ends
-            self.stop_reason, self.traceback = f"{type(error).__name__}: {error}", traceback.format_exc()
-            self._control.send(Failed(rank=self.rank, error=self.stop_reason, traceback=self.traceback))
-            return 1
+            self.traceback = traceback.format_exc()
+            verdict = report_failure(self._control, self.rank, error)
+            self.stop_reason = verdict.reason
+            return verdict.exit_code
         return self._exit_code
+
+    def _has_work(self) -> bool:
+        return self._serving and self._engine is not None and self._engine.has_unfinished()
+
+    def _patience(self) -> float:
+        """How long the loop may wait for a message."""
+        if self._has_work():
+            return 0.0
+        return PUBLISH_POLL_S if self._publishing else IDLE_WAIT_S
 
     def _apply(self, message: Any) -> None:
         if self._exit_code is not None:
@@ -112,43 +137,75 @@ class RankLoop:
             self._submit(message.requests)
         elif isinstance(message, Abort):
             for request_id in message.request_ids:
-                self._engine.abort(request_id)
+                self._need_engine(message).discard(request_id)
         elif isinstance(message, Stop):
             self.stop_reason, self._exit_code = message.reason, message.exit_code
         elif isinstance(message, Command):
             self._command(message)
 
     def _command(self, command: Command) -> None:
-        if command.number != self._next_number:
-            raise RuntimeError(f"command number={command.number}: expected {self._next_number}, commands run in number order")
-        self._next_number += 1
+        if command.number <= self._last_number:
+            raise RuntimeError(f"command number={command.number}: came after {self._last_number}, commands run in number order")
+        self._last_number = command.number
+        self._advance_publish(wait=True)
         started = time.perf_counter()
-        metrics = self._carry_out[type(command)](command)
-        self._control.send(
-            Done(rank=self.rank, number=command.number, seconds=time.perf_counter() - started, metrics=metrics)
-        )
+        if isinstance(command, Publish):
+            self._publisher.begin(command.version)
+            self._publishing = (command.number, started)
+            self._advance_publish(wait=False)
+        else:
+            metrics = self._carry_out(command)
+            self._done(command.number, started, metrics)
 
-    def _serve(self, command: Serve) -> dict[str, Any]:
-        self._serving = True
+    def _carry_out(self, command: Command) -> dict[str, Any]:
+        match command:
+            case TrainStep():
+                return self._need_trainer(command).train_step(command)
+            case SetReference():
+                self._need_trainer(command).set_reference()
+            case Export():
+                self._need_trainer(command).save(command.path)
+            case Checkpoint():
+                self._need_trainer(command).save_state(command.path)
+            case Restore():
+                self._need_trainer(command).load_state(command.path)
+            case Serve():
+                self._serving = self._need_engine(command) is not None
+            case SwitchRole():
+                return {"switch_s": self._need_engine(command).switch_role(command.role).seconds}
+            case _:
+                raise RuntimeError(f"{type(command).__name__}: this rank does not know such a command")
         return {}
 
-    def _switch_role(self, command: SwitchRole) -> dict[str, Any]:
-        report = self._engine.switch_role(command.role)
-        return {"switch_s": report.seconds}
+    def _advance_publish(self, *, wait: bool) -> None:
+        """Moves a publish under way on; `wait`: until this rank is through with it."""
+        if self._publishing is None:
+            return
+        metrics = self._publisher.wait(self._publish_timeout_s) if wait else self._publisher.poll()
+        if metrics is not None:
+            (number, started), self._publishing = self._publishing, None
+            self._done(number, started, metrics)
 
-    def _set_reference(self, command: SetReference) -> dict[str, Any]:
-        self._trainer.set_reference()
-        return {}
+    def _done(self, number: int, started: float, metrics: dict[str, Any]) -> None:
+        seconds = time.perf_counter() - started
+        self._control.send(Done(rank=self.rank, number=number, seconds=seconds, metrics=metrics))
 
-    def _checkpoint(self, command: Checkpoint) -> dict[str, Any]:
-        self._trainer.save(command.path)
-        return {}
+    def _need_engine(self, message: Any) -> ServingEngine:
+        if self._engine is None:
+            raise RuntimeError(f"{type(message).__name__}: rank {self.rank} does not serve")
+        return self._engine
+
+    def _need_trainer(self, message: Any) -> LearningTrainer:
+        if self._trainer is None:
+            raise RuntimeError(f"{type(message).__name__}: rank {self.rank} does not train")
+        return self._trainer
 
     def _submit(self, requests: list[NewRequest]) -> None:
         refused = []
+        engine = self._need_engine(requests)
         for request in requests:
             try:
-                self._engine.add_request(
+                engine.add_request(
                     request.prompt_token_ids, request.params, request_id=request.request_id, session_id=request.session_id
                 )
             except ValueError as error:  # the request's own fault; its trajectory pays, the rank goes on
@@ -168,13 +225,13 @@ class RankLoop:
                 error=update.completion.error if update.completion else None,
                 num_cached_tokens=update.completion.num_cached_tokens if update.completion else 0,
             )
-            for update in self._engine.step_updates()
+            for update in self._need_engine(self).step_updates()
         ]
         if updates:
             self._send_tokens(updates, time.perf_counter() - started)
 
     def _send_tokens(self, updates: list[TokenUpdate], seconds: float) -> None:
-        stats = self._engine.stats()
+        stats = self._need_engine(self).stats()
         self._control.send(
             Tokens(
                 rank=self.rank,
@@ -185,6 +242,21 @@ class RankLoop:
                 free_blocks=stats.free_blocks,
             )
         )
+
+
+def report_failure(control: ControlPort, rank: int, error: Exception) -> Stop:
+    """Tells the controller of a failure and returns its verdict, which names the first cause (ours may be a peer's end).
+
+    Leaving before it has come would make the launcher end rank 0 before that has named the cause.
+    """
+    reason = f"{type(error).__name__}: {error}"
+    control.send(Failed(rank=rank, error=reason, traceback="".join(traceback.format_exception(error))))
+    deadline = time.monotonic() + VERDICT_WAIT_S
+    while (left := deadline - time.monotonic()) > 0:
+        for message in control.take(left):
+            if isinstance(message, Stop):
+                return Stop(number=message.number, reason=message.reason, exit_code=message.exit_code or 1)
+    return Stop(number=-1, reason=reason, exit_code=1)
 
 
 def _refusal(request_id: str, error: str) -> TokenUpdate:

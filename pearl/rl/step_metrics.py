@@ -21,6 +21,8 @@ TRAINER_METRICS = (
     "lr",
     "logprob_gap",
     "policy_shift",
+    "importance_weight_mean",
+    "importance_capped",
     "trained_tokens",
 )
 """What a step's row takes over from the trainer."""
@@ -49,7 +51,8 @@ def batch_metrics(batch: list[Group], weight_version: int) -> dict[str, Any]:
 class StepMeter:
     """Splits the time of each step: waiting for trajectories, training, publishing, the rest."""
 
-    def __init__(self, clock: Clock, collector: Collector) -> None:
+    def __init__(self, clock: Clock, collector: Collector, serving_ranks: int) -> None:
+        self._serving_ranks = serving_ranks
         self._clock = clock
         self._collector = collector
         self._began = clock.now()
@@ -62,20 +65,26 @@ class StepMeter:
         """The batch is complete; training begins."""
         self._collected = self._clock.now()
 
-    def finish(self, trained: Done, published: Done, eval_s: float) -> dict[str, Any]:
+    def finish(self, trained: Done, published: dict[int, Done], eval_s: float) -> dict[str, Any]:
         """The step is over: its times and rates; the next step begins now."""
+        publish_s = max(done.seconds for done in published.values())
+        pauses = [done.metrics.get("commit_s") or 0.0 for done in published.values()]
         now = self._clock.now()
         counts = {name: count - self._counts[name] for name, count in self._collector.counts.items()}
         total, rollout_s = now - self._began, self._collected - self._began
+        engine_s = self._collector.engine_seconds - self._engine_s
         row: dict[str, Any] = {
             "time_s": total,
             "elapsed_s": now - self._first,
             "rollout_s": rollout_s,
             "train_s": trained.seconds,
-            "publish_s": published.seconds,
+            "publish_s": publish_s,
             "eval_s": eval_s,
-            "other_s": total - rollout_s - trained.seconds - published.seconds - eval_s,
-            "engine_s": self._collector.engine_seconds - self._engine_s,
+            "other_s": total - rollout_s - trained.seconds - publish_s - eval_s,
+            "engine_s": engine_s,
+            "train_busy": trained.seconds / total,
+            "serve_busy": engine_s / total / self._serving_ranks,
+            "publish_pause_s": max(pauses),
             "generated_tokens": counts["generated_tokens"],
             "tokens_per_s": (counts["generated_tokens"] + (trained.metrics.get("tokens") or 0)) / total,
             "prefix_hit_rate": counts["cached_tokens"] / max(1, counts["prompt_tokens"]),

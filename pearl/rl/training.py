@@ -17,10 +17,13 @@ from pearl.clock import Clock
 from pearl.config import Config
 from pearl.engine.tokenizer import Tokenizer
 from pearl.metrics.jsonl import JsonlWriter
-from pearl.protocol import Checkpoint, Done, Publish, Serve, SetReference, TrainSequence, TrainStep
+from pearl.protocol import Checkpoint, Done, Export, Publish, Restore, Serve, SetReference, TrainSequence, TrainStep
 from pearl.rl.buffer import Buffer
+from pearl.rl.checkpoint_folder import CheckpointFolder, load
 from pearl.rl.collector import Collector
+from pearl.rl.controller_state import capture, restore
 from pearl.rl.envs import registry as environments
+from pearl.rl.layout import JobLayout
 from pearl.rl.packing import plan_packing
 from pearl.rl.rollout import train_sequence
 from pearl.rl.step_metrics import StepMeter, batch_metrics
@@ -30,6 +33,9 @@ from pearl.sched.admission import Admission
 
 EVAL_SEEDS = 1_000_000_000
 """Environment seeds from here on are for evaluation; training never reaches them."""
+
+TRAINER_FOLDER = "trainer"
+"""The part of a checkpoint that the training ranks write."""
 
 SEED_STRIDE = 1_000_000
 """Training group k of a run with seed s plays environment seed s * SEED_STRIDE + k (modulo EVAL_SEEDS)."""
@@ -41,16 +47,17 @@ class Driver(Protocol):
     config: Config
     run: Path
     clock: Clock
+    layout: JobLayout
     pool: Any
 
     def wait_for(self, ready: Any, limit: str, what: str, *, renew: Any = None) -> None: ...
-    def carry_out(self, make: Any) -> Done: ...
+    def carry_out(self, make: Any, ranks: Any) -> dict[int, Done]: ...
     def notice(self, text: str) -> None: ...
     def report(self, row: dict[str, Any]) -> None: ...
 
 
 class TrainingRun:
-    """One run from the first command to the last; `run()` returns the sentence that ends it."""
+    """One run from its first command, or from a checkpoint, to the last; `run()` returns the sentence that ends it."""
 
     def __init__(self, driver: Driver, collector: Collector, tokenizer: Tokenizer, *, max_model_len: int) -> None:
         self.config = driver.config
@@ -60,12 +67,15 @@ class TrainingRun:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         groups = self.config.rollout_batch_size // self.config.group_size
-        self._admission = Admission(groups_per_batch=groups, max_staleness=self.config.max_staleness)
+        if self.config.max_staleness is None:
+            raise ValueError("max_staleness=None: the configuration must be resolved first")
+        self._max_staleness = self.config.max_staleness
+        self._admission = Admission(groups_per_batch=groups, max_staleness=self._max_staleness)
+        self._checkpoints = CheckpointFolder(driver.run, self.config.keep_checkpoints)
         self._rows = JsonlWriter(driver.run / "metrics.jsonl")
         self._episodes = JsonlWriter(driver.run / "trajectories.jsonl")
         self._successes: list[float] = []
         self._evaluated: list[Trajectory] = []
-        self._retries: dict[str, int] = {}
         self._started = 0
         self._step = 0
         self._version = 0
@@ -73,29 +83,62 @@ class TrainingRun:
 
     # ------------------------------------------------------------------------------------------------- the order
 
-    def run(self) -> str:
-        config = self.config
-        self._warm_up()
-        self._command(lambda number: SetReference(number=number))
-        self._command(lambda number: Publish(number=number, version=self._version))
-        self._command(lambda number: Serve(number=number))
+    def run(self, checkpoint: Path | None = None) -> str:
+        """Plays the run from its beginning or from `checkpoint`."""
+        config, everyone = self.config, range(self._driver.layout.world)
+        if checkpoint is None:
+            self._warm_up()
+            self._train_command(lambda number: SetReference(number=number))
+        else:
+            self._restore(checkpoint)
+        self._driver.carry_out(lambda number: Publish(number=number, version=self._version), everyone)
+        self._driver.carry_out(lambda number: Serve(number=number), self._driver.layout.serving)
         self._admitting = True
-        meter = StepMeter(self._driver.clock, self._collector)
-        for step in range(1, config.max_steps + 1):
+        meter = StepMeter(self._driver.clock, self._collector, len(self._driver.layout.serving))
+        for step in range(self._step + 1, config.max_steps + 1):
             batch = self._collect()
             meter.collected()
             trained = self._train(step, batch)
-            published = self._command(lambda number: Publish(number=number, version=self._version + 1))
+            published = self._driver.carry_out(lambda number: Publish(number=number, version=self._version + 1), everyone)
             self._version, self._step = self._version + 1, step
             due = config.eval_steps and step % config.eval_steps == 0
             score, eval_s = self._evaluate() if due else (None, 0.0)
-            row = self._row(batch, trained, score) | meter.finish(trained, published, eval_s)
+            row = self._row(batch, score) | meter.finish(trained, published, eval_s)
             self._rows.write(row)
             self._driver.report(row)
-            if config.save_steps and step % config.save_steps == 0:
-                self._save(f"checkpoints/step_{step:06d}")
-        self._save("policy")
+            if config.save_steps and (step % config.save_steps == 0 or step == config.max_steps):
+                self._save()
+        self._train_command(lambda number: Export(number=number, path=str(self._driver.run / "policy")))
         return self._summary()
+
+    def _train_command(self, make: Any) -> Done:
+        """Carries out a command of the training ranks; rank 0 speaks for all."""
+        return self._driver.carry_out(make, self._driver.layout.training)[0]
+
+    def _restore(self, checkpoint: Path) -> None:
+        state = load(checkpoint)
+        self.buffer, unplayed = restore(state)
+        self._step, self._version, self._started = state.step, state.weight_version, state.started
+        self._successes = list(state.successes)
+        self._collector.counts.update({name: int(count) for name, count in state.counters.items()})
+        self._train_command(lambda number: Restore(number=number, path=str(checkpoint / TRAINER_FOLDER)))
+        for episode in unplayed:
+            self._collector.start(episode.trajectory_id, group_id=episode.group_id, env_seed=episode.env_seed, purpose="train")
+        self._driver.notice(f"resumed after step {self._step} with weight version {self._version}")
+
+    def _save(self) -> None:
+        """A checkpoint: begun aside, filled by the training ranks, made to count by `commit` after all of them are done."""
+        aside = self._checkpoints.begin(self._step)
+        self._train_command(lambda number: Checkpoint(number=number, path=str(aside / TRAINER_FOLDER), step=self._step))
+        state = capture(
+            self.buffer,
+            step=self._step,
+            weight_version=self._version,
+            started=self._started,
+            successes=self._successes,
+            counters=self._collector.counts,
+        )
+        self._checkpoints.commit(self._step, state)
 
     def _warm_up(self) -> None:
         options = self.config.warmup
@@ -122,7 +165,7 @@ class TrainingRun:
 
         def complete() -> bool:
             nonlocal batch
-            batch = self.buffer.take(needed, self._version, self.config.max_staleness)
+            batch = self.buffer.take(needed, self._version, self._max_staleness)
             return batch is not None
 
         self._driver.wait_for(
@@ -146,10 +189,10 @@ class TrainingRun:
             [len(sequence.token_ids) for sequence in sequences],
             mini_batch_size=mini_batch,
             micro_batch_tokens=self.config.optimizer.micro_batch_tokens,
-            ranks=1,
+            ranks=len(self._driver.layout.training),
             order=rng.permutation(len(sequences)).tolist(),
         )
-        return self._command(
+        return self._train_command(
             lambda number: TrainStep(
                 number=number, step=step, objective=objective, sequences=sequences, plan=plan, weight_version=self._version
             )
@@ -173,13 +216,6 @@ class TrainingRun:
         self._admitting = True
         return sum(trajectory.success for trajectory in self._evaluated) / count, self._driver.clock.now() - began
 
-    def _save(self, name: str) -> None:
-        path = str(self._driver.run / name)
-        self._command(lambda number: Checkpoint(number=number, path=path, step=self._step))
-
-    def _command(self, make: Any) -> Done:
-        return self._driver.carry_out(make)
-
     # ------------------------------------------------------------------------------------------------- each turn
 
     def admit(self) -> None:
@@ -197,6 +233,16 @@ class TrainingRun:
         for _ in range(room):
             self._start_group()
 
+    def queues(self) -> dict[str, int]:
+        """Where the trajectories are, for people."""
+        at_engine = self._collector.at_engine
+        return {
+            "ready groups": self.buffer.ready,
+            "in flight": self.buffer.in_flight,
+            "at engine": at_engine,
+            "at environment": self._collector.playing - at_engine,
+        }
+
     def _start_group(self) -> None:
         group_id, self._started = self._started, self._started + 1
         env_seed = (self.config.seed * SEED_STRIDE + group_id) % EVAL_SEEDS
@@ -206,7 +252,7 @@ class TrainingRun:
             self._collector.start(name, group_id=group_id, env_seed=env_seed, purpose="train")
 
     def _file(self, trajectory: Trajectory) -> None:
-        self._episodes.write(_record(trajectory))
+        self._episodes.write({"step": self._step + 1} | _record(trajectory))
         if trajectory.group_id < 0:
             self._evaluated.append(trajectory)
         elif trajectory.outcome == "failed" and self._may_retry(trajectory):
@@ -221,7 +267,7 @@ class TrainingRun:
 
     # ------------------------------------------------------------------------------------------------- the books
 
-    def _row(self, batch: list[Group], trained: Done, score: float | None) -> dict[str, Any]:
+    def _row(self, batch: list[Group], score: float | None) -> dict[str, Any]:
         self.buffer.check()
         counts = {
             "dispatched": self.buffer.dispatched,

@@ -71,7 +71,7 @@ class TrainingStep:
             "trained_tokens": sum(self.trained),
         }
         if self.is_policy:
-            metrics |= self._policy_metrics(means, with_kl)
+            metrics |= self._policy_metrics(means, with_kl) | self._importance()
         return metrics | {f"{phase}_s": seconds for phase, seconds in self.seconds.items()}
 
     def _policy_metrics(self, means: dict[str, float], with_kl: bool) -> dict[str, float | None]:
@@ -88,4 +88,13 @@ class TrainingStep:
             "advantage_abs_mean": sum(map(abs, self.advantages)) / size,
             "advantage_max": max(self.advantages, default=0.0),
             "advantage_zero_fraction": sum(value == 0.0 for value in self.advantages) / size,
+        }
+
+    def _importance(self) -> dict[str, float | None]:
+        """Of the tokens that another policy than the step's first one sampled (see `policy_loss`)."""
+        sums = dict(zip(self.metric_names, self.sums.tolist(), strict=True))
+        count = sums["corrected"]
+        return {
+            "importance_weight_mean": sums["importance"] / count if count else None,
+            "importance_capped": sums["capped"] / count if count else None,
         }

@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
+from gloo_members import run_members
 
-from pearl.engine.comm.communicator import Communicator, GroupCommunicator, SingleCommunicator
-
-
-def run_members(size: int, work: Callable[[Communicator], object]) -> list:
-    """Results (or the exceptions) of `work` on each member of a fresh gloo group."""
-    store, results = dist.HashStore(), [None] * size
-
-    def member(rank: int) -> None:
-        try:
-            group = dist.ProcessGroupGloo(dist.PrefixStore("test", store), rank, size, timedelta(seconds=20))
-            results[rank] = work(GroupCommunicator(group))
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=member, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not dist.is_initialized()
-    return results
+from pearl.engine.comm.communicator import CollectiveError, Communicator, SingleCommunicator
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -65,7 +42,7 @@ def test_barrier_gives_up_after_its_timeout():
             time.sleep(1.5)
             return None
         start = time.monotonic()
-        with pytest.raises(RuntimeError):
+        with pytest.raises(CollectiveError, match=r"a barrier of 2 members, waited for 0\.3 s"):
             comm.barrier(0.3)
         return time.monotonic() - start
 
@@ -89,3 +66,66 @@ def test_a_group_of_one_leaves_tensors_alone():
     comm.broadcast(tensor, src=0)
     comm.barrier(0.001)
     assert tensor.tolist() == [1.0, 2.0] and (comm.rank, comm.size) == (0, 1)
+
+
+def test_what_is_begun_goes_on_by_itself():
+    """The receivers begin first and do something else; the two messages on their way do not mix."""
+
+    def work(comm: Communicator) -> tuple[bool, list, list, list]:
+        if comm.rank == 0:
+            time.sleep(0.3)
+        copies = [torch.full((2,), float(10 * comm.rank + n)) for n in range(2)]
+        total = torch.tensor([comm.rank + 1])
+        begun = [comm.broadcast_async(copy, 0) for copy in copies] + [comm.all_reduce_sum_async(total)]
+        at_once = begun[0].done() and comm.rank > 0
+        while not all(pending.done() for pending in begun):
+            time.sleep(0.001)
+        for pending in begun:
+            pending.wait(1.0)
+        return at_once, copies[0].tolist(), copies[1].tolist(), total.tolist()
+
+    assert run_members(3, work) == [(False, [0.0, 0.0], [1.0, 1.0], [6])] * 3
+
+
+def test_a_wait_says_what_it_was_for_and_can_be_taken_up_again():
+    def work(comm: Communicator) -> str:
+        tensor, said = torch.tensor([comm.rank]), ""
+        if comm.rank == 0:
+            time.sleep(0.6)
+        pending = comm.broadcast_async(tensor, 0, "version 7, bucket 2")
+        if comm.rank == 1:
+            with pytest.raises(ValueError, match=r"timeout_s=0: must be > 0"):
+                pending.wait(0)
+            with pytest.raises(CollectiveError) as caught:
+                pending.wait(0.1)
+            said = str(caught.value)
+        pending.wait(10.0)
+        assert tensor.tolist() == [0]
+        return said
+
+    assert run_members(2, work) == ["", "version 7, bucket 2: not through within 0.1 s"]
+
+
+def test_what_is_begun_fails_when_the_other_member_goes():
+    def work(comm: Communicator) -> str:
+        comm.barrier(10.0)
+        if comm.rank == 1:
+            return ""
+        pending = comm.all_reduce_sum_async(torch.zeros(4), "the table")
+        with pytest.raises(CollectiveError) as caught:
+            for _ in range(2000):
+                pending.done()
+                time.sleep(0.005)
+        return str(caught.value)
+
+    assert str(run_members(2, work)[0]).startswith("the table: failed: ")
+
+
+def test_a_group_of_one_is_through_at_once():
+    comm, tensor = SingleCommunicator(), torch.tensor([1.0, 2.0])
+    for pending in (comm.broadcast_async(tensor, 0), comm.all_reduce_sum_async(tensor)):
+        assert pending.done()
+        pending.wait(0.001)
+    assert tensor.tolist() == [1.0, 2.0]
+    with pytest.raises(ValueError, match="src=1: must be a rank of this group, 0 to 0"):
+        comm.broadcast_async(tensor, 1)

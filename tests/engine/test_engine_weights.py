@@ -91,3 +91,82 @@ def test_random_weights_are_the_seed_s(folder: Path) -> None:
     answers = [one(engine, [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=12)).logprobs for engine in engines]
     assert answers[0] == answers[1] != answers[2]
     assert engines[0].weight_version == 0
+
+
+def _pieces(seed: int, rows: int) -> list[tuple]:
+    """The model's tensors cut into ranges of rows, as a transfer brings them."""
+    return [(name, tensor[at : at + rows], at) for name, tensor in named(seed) for at in range(0, len(tensor), rows)]
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute", "abort"])
+def test_requests_go_on_while_a_version_is_staged(folder: Path, mode: str) -> None:
+    engine = make(folder)
+    prompt = hf_models.prompt(6)
+    rid = engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=12))
+    pieces = _pieces(1, 50)
+    share = -(-len(pieces) // 5)
+    for number in range(5):
+        engine.stage_weights(pieces[number * share : (number + 1) * share], 3)
+        engine.step()
+        assert (engine.weight_version, engine.stats().weight_version) == (0, 0)
+    engine.commit_weights(3, mode)
+    assert engine.weight_version == engine.stats().weight_version == 3
+    completion = run(engine)[rid][0]
+    assert completion.token_ids[:5] == oracle(tuple(prompt), 5)[0]
+    assert completion.weight_versions == [0] * 5 + ([] if mode == "abort" else [3] * 7)
+    assert_greedy(one(engine, prompt), 8, seed=1)
+    engine.update_weights(named(0), version=4)
+    assert_greedy(one(engine, prompt), 8)
+
+
+def test_a_failed_stage_leaves_the_old_version_whole(folder: Path) -> None:
+    engine = make(folder)
+    prompt = hf_models.prompt(6)
+    good = named(1)
+    poisoned = good[6][1].clone()
+    poisoned.view(-1)[-1] = math.inf
+    name, tensor = good[6]
+    bad = {
+        "1 of .* values are not finite": (name, poisoned),
+        r"shape \(1, .*\), must be": (name, tensor[None]),
+        "the model has no such tensor": ("extra", tensor),
+        "arrived twice": good[0],
+        r"rows from 3 arrived, those from 0 are due": (name, tensor[3:], 3),
+        r"must be 1 to .* rows of": (name, torch.cat([tensor, tensor]), 0),
+    }
+    for words, pair in bad.items():
+        engine.stage_weights(good[:5], 1)
+        with pytest.raises(ValueError, match=words):
+            engine.stage_weights([pair], 1)
+        with pytest.raises(ValueError, match="version=1: None is staged"):
+            engine.commit_weights(1)
+        assert engine.weight_version == 0
+        assert_greedy(one(engine, prompt), 8)
+    engine.stage_weights(good, 1)
+    engine.commit_weights(1)
+    assert_greedy(one(engine, prompt), 8, seed=1)
+
+
+def test_a_version_that_is_not_whole_or_not_staged_is_not_committed(folder: Path) -> None:
+    engine = make(folder)
+    prompt = hf_models.prompt(6)
+    pieces = _pieces(1, 50)
+    engine.stage_weights(pieces[:-1], 2)
+    with pytest.raises(ValueError, match=r"version 2: 1 of \d+ tensors are missing"):
+        engine.commit_weights(2)
+    with pytest.raises(ValueError, match="version=3: 2 is staged"):
+        engine.commit_weights(3)
+    with pytest.raises(ValueError, match="mode='drop': must be one of keep, recompute, abort"):
+        engine.commit_weights(2, "drop")
+    with pytest.raises(ValueError, match="version 2 is being staged"):
+        engine.update_weights(named(1), version=3)
+    with pytest.raises(ValueError, match="version 2 is being staged"):
+        engine.stage_weights(named(1), 3)
+    assert_greedy(one(engine, prompt), 8)
+    engine.stage_weights(pieces[-1:], 2)
+    engine.commit_weights(2)
+    assert_greedy(one(engine, prompt), 8, seed=1)
+    engine.stage_weights(pieces[:4], 3)
+    engine.discard_weights()
+    engine.update_weights(named(0), version=3)
+    assert_greedy(one(engine, prompt), 8)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pearl.rl.buffer import Buffer
-from pearl.rl.types import Trajectory
+from pearl.rl.buffer import Buffer, Holdings, OpenGroup, Unplayed
+from pearl.rl.types import Group, Trajectory
 
 
 def ended(name: str, group: int, *, version: int = 0, outcome: str = "done") -> Trajectory:
@@ -126,6 +129,68 @@ def test_bad_calls_are_refused_and_change_nothing() -> None:
         buffer.check()
 
 
+def half_done() -> Buffer:
+    """One trained group, one ready, one dropped, and one with a done member, a failed one and two that run."""
+    buffer = Buffer()
+    for group in (0, 1):
+        fill(buffer, group)
+    assert buffer.take(1, weight_version=0, max_staleness=0) is not None
+    buffer.dispatch(2, 2, ["2.0"])
+    buffer.finish(ended("2.0", 2, outcome="failed"))
+    buffer.dispatch(3, 33, ["3.0", "3.1", "3.2", "3.3"])
+    buffer.finish(ended("3.2", 3))
+    buffer.finish(ended("3.0", 3, outcome="failed"))
+    return buffer
+
+
+def test_holdings_are_a_copy_and_go_on_with_what_ran_played_again() -> None:
+    buffer = half_done()
+    holdings = buffer.holdings()
+    buffer.finish(ended("3.1", 3))
+    buffer.take(1, weight_version=0, max_staleness=0)
+    again, unplayed = Buffer.from_holdings(holdings, "resume")
+    assert unplayed == [Unplayed(trajectory_id=name, group_id=3, env_seed=33) for name in ("3.1", "3.3")]
+    assert (again.dispatched, again.trained, again.in_flight) == (11, 2, 5)
+    assert +again.dropped == {"failed": 2, "resume": 2}
+    assert again.dropped_groups == 1 and again.ready == 1
+    again.check()
+    for name in ("3.1", "3.3"):
+        state = again.finish(ended(name, 3))
+    assert state == "ready"
+    batch = again.take(2, weight_version=0, max_staleness=0)
+    assert [[member.trajectory_id for member in group.trajectories] for group in batch] == [
+        ["1.0", "1.1"],
+        ["3.1", "3.2", "3.3"],
+    ]
+    assert Buffer.from_holdings(holdings, "resume")[0].counts()["in_flight"] == 5
+
+
+def test_nothing_running_counts_nothing_as_lost() -> None:
+    buffer = Buffer()
+    fill(buffer, 0)
+    again, unplayed = Buffer.from_holdings(buffer.holdings(), "resume")
+    assert unplayed == [] and again.counts() == buffer.counts() == {"dispatched": 2, "trained": 0, "in_flight": 2}
+
+
+def test_contradicting_holdings_are_refused() -> None:
+    good = half_done().holdings()
+    (held,) = good.open
+    done = held.group.trajectories
+    for change, message in (
+        ({"dispatched": good.dispatched + 1}, "do not add up"),
+        ({"open": (held, held), "dispatched": good.dispatched + 3}, "group ids"),
+        ({"ready": (*good.ready, held.group), "dispatched": good.dispatched + 1}, "group ids"),
+        ({"open": (OpenGroup(group=held.group, size=4, running=()),), "dispatched": good.dispatched - 2}, "open group 3"),
+        ({"open": (OpenGroup(group=held.group, size=4, running=("3.1", "3.2")),)}, "open group 3"),
+        (
+            {"open": (OpenGroup(group=Group(group_id=3, env_seed=3, trajectories=done), size=2, running=held.running),)},
+            "size=2",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Buffer.from_holdings(dataclasses.replace(good, **change), "resume")
+
+
 class Books(RuleBasedStateMachine):
     """Random courses; the model keeps what became of every trajectory by name."""
 
@@ -136,6 +201,7 @@ class Books(RuleBasedStateMachine):
         self.running: dict[str, int] = {}
         self.groups = 0
         self.version = 0
+        self.cut_short = 0
 
     @rule(size=st.integers(1, 4))
     def dispatch(self, size: int) -> None:
@@ -167,12 +233,21 @@ class Books(RuleBasedStateMachine):
             assert self.version - 1 - member.oldest_version <= staleness
             self.fate[member.trajectory_id] = "trained"
 
+    @rule()
+    def resume(self) -> None:
+        """The process ends and another goes on from what was written."""
+        data = msgspec.msgpack.encode(self.buffer.holdings())
+        self.buffer, unplayed = Buffer.from_holdings(msgspec.msgpack.decode(data, type=Holdings), "resume")
+        assert {member.trajectory_id: member.group_id for member in unplayed} == self.running
+        self.cut_short += len(unplayed)
+
     @invariant()
     def add_up(self) -> None:
         self.buffer.check()
-        assert self.buffer.dispatched == len(self.running) + len(self.fate)
+        assert self.buffer.dispatched == len(self.running) + len(self.fate) + self.cut_short
         assert self.buffer.trained == list(self.fate.values()).count("trained")
         assert self.buffer.dropped["failed"] == list(self.fate.values()).count("failed")
+        assert self.buffer.dropped["resume"] == self.cut_short
         assert self.buffer.in_flight >= len(self.running)
 
 

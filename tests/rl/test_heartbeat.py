@@ -3,23 +3,30 @@
 from pearl.rl.heartbeat import Heartbeat
 
 
+def watching(peers, **settings):
+    heartbeat = Heartbeat(**settings)
+    for peer in peers:
+        heartbeat.add(peer)
+    return heartbeat
+
+
 def test_a_silent_peer_is_named_after_its_time_and_a_heard_one_is_not():
-    heartbeat = Heartbeat(["a", "b"], every_s=5, silence_s=3, now=0.0)
+    heartbeat = watching([1, 2], every_s=5, silence_s=3, now=0.0)
     for second in range(1, 4):
-        heartbeat.heard("a")
+        heartbeat.heard(1)
         assert heartbeat.advance(float(second)) == []
-    heartbeat.heard("a")
-    assert heartbeat.advance(4.0) == ["b"]
+    heartbeat.heard(1)
+    assert heartbeat.advance(4.0) == [2]
 
 
 def test_a_pause_of_the_watcher_itself_is_not_held_against_its_peers():
-    heartbeat = Heartbeat(["a"], every_s=5, silence_s=3, now=0.0)
+    heartbeat = watching([1], every_s=5, silence_s=3, now=0.0)
     assert heartbeat.advance(1000.0) == []
     assert heartbeat.advance(1001.0) == []
 
 
 def test_pings_are_due_at_once_and_then_at_their_pace():
-    heartbeat = Heartbeat(["a"], every_s=2, silence_s=100, now=0.0)
+    heartbeat = watching([1], every_s=2, silence_s=100, now=0.0)
     due = []
     for half_second in range(1, 13):
         heartbeat.advance(half_second / 2)
@@ -29,5 +36,5 @@ def test_pings_are_due_at_once_and_then_at_their_pace():
 
 
 def test_a_clock_that_goes_back_does_no_harm():
-    heartbeat = Heartbeat(["a"], every_s=2, silence_s=3, now=10.0)
+    heartbeat = watching([1], every_s=2, silence_s=3, now=10.0)
     assert heartbeat.advance(5.0) == []

@@ -62,6 +62,71 @@ def test_on_policy_gradient_is_that_of_reinforce():
     torch.testing.assert_close(without, gradient, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "weight", "advantage", "term", "clipped", "capped"),
+    [
+        (1.0, 0.5, 2.0, 1.0, False, False),
+        (1.0, 1.9, -1.0, -1.9, False, False),
+        (1.0, 2.5, 1.0, 2.0, False, True),  # the cap
+        (1.5, 0.5, 2.0, 1.28, True, False),  # clipped as if the proximal policy had sampled it
+        (1.25, 8.0, 2.0, 5.0, False, True),  # ratio to the behaviour is 10, to the proximal policy 1.25: not clipped
+    ],
+)
+def test_corrected_surrogate_by_hand(
+    ratio: float, weight: float, advantage: float, term: float, clipped: bool, capped: bool
+):
+    logits, targets, proximal = logits_with([ratio, ratio])
+    behaviour = proximal - torch.tensor([math.log(weight), 0.0], dtype=torch.float64)
+    advantages = torch.tensor([advantage, 0.0], dtype=torch.float64)
+    first = torch.tensor([True, False])
+    result = policy_loss(logits, targets, behaviour, advantages, PLAIN, proximal_N=proximal, corrected_N=first)
+    assert result.loss.item() == pytest.approx(-term, abs=1e-12)
+    assert float(result.metrics["clipped"]) == float(clipped)
+    assert float(result.metrics["ratio"]) == pytest.approx(2 * ratio)
+    assert (float(result.metrics["corrected"]), float(result.metrics["capped"])) == (1.0, float(capped))
+    assert float(result.metrics["importance"]) == pytest.approx(min(weight, PLAIN.importance_cap))
+
+
+def test_corrected_gradient_is_the_on_policy_one_in_expectation():
+    """Over all actions of a state, drawn from another policy: sum_a mu(a) w(a) A(a) grad log pi(a) = grad sum_a pi(a) A(a)."""
+    logits = rows(1, vocab=5).requires_grad_()
+    behaviour = rows(1, vocab=5, seed=1, scale=0.3).log_softmax(-1)[0]
+    advantages = rows(1, vocab=5, seed=2)[0]
+    (expected,) = torch.autograd.grad(-(logits.softmax(-1)[0] * advantages).sum(), logits)
+    weights = (logits.detach().log_softmax(-1)[0] - behaviour).exp()
+    options = AlgorithmOptions(importance_cap=weights.max().item() + 1.0)
+
+    def gradient(options: AlgorithmOptions) -> Tensor:
+        every, mask = torch.arange(5), torch.ones(5, dtype=torch.bool)
+        result = policy_loss(logits.expand(5, 5), every, behaviour, behaviour.exp() * advantages, options, corrected_N=mask)
+        return torch.autograd.grad(result.loss, logits)[0]
+
+    torch.testing.assert_close(gradient(options), expected, atol=1e-12, rtol=0)
+    assert (gradient(AlgorithmOptions(importance_cap=1.0)) - expected).abs().max() > 0.01
+
+
+def test_correcting_what_needs_no_correction_changes_nothing():
+    """Behaviour and proximal log-probs that differ by arithmetic alone give the gradient of the plain ratio."""
+    logits = rows(40).requires_grad_()
+    targets, advantages = torch.arange(40) % 7, rows(40, seed=1)[:, 0]
+    proximal = (logits.detach() + 0.05 * rows(40, seed=2)).log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+    behaviour = proximal + 1e-7 * rows(40, seed=3)[:, 0]
+    mask = torch.ones(40, dtype=torch.bool)
+    plain = torch.autograd.grad(policy_loss(logits, targets, behaviour, advantages, PLAIN).loss, logits)[0]
+    corrected = policy_loss(logits, targets, behaviour, advantages, PLAIN, proximal_N=proximal, corrected_N=mask)
+    torch.testing.assert_close(torch.autograd.grad(corrected.loss, logits)[0], plain, atol=1e-6, rtol=0)
+    assert float(corrected.metrics["importance"]) / 40 == pytest.approx(1.0, abs=1e-6)
+
+
+def test_extreme_behaviour_stays_finite():
+    logits = rows(3).requires_grad_()
+    behaviour = torch.tensor([-1e5, 0.0, -1.0], dtype=torch.float64)
+    mask = torch.tensor([True, True, False])
+    result = policy_loss(logits, torch.arange(3), behaviour, torch.ones(3), PLAIN, corrected_N=mask)
+    result.loss.backward()
+    assert all(math.isfinite(float(value)) for value in result.metrics.values()) and bool(logits.grad.isfinite().all())
+
+
 def test_sums_add_up_over_parts():
     logits, targets = rows(9), torch.arange(9) % 7
     behaviour, advantages = rows(9, seed=1)[:, 0] - 2, rows(9, seed=2)[:, 0]

@@ -22,7 +22,8 @@ def sequence(ids: list[int], mask: list[int], **fields: Any) -> TrainSequence:
 
 
 def packed(sequences: list[TrainSequence], advantages: list[float] | None = None) -> MicroBatch:
-    return build(sequences, advantages or [1.0] * len(sequences), weight_version=3, device=torch.device("cpu"))
+    values = [1.0] * len(sequences) if advantages is None else advantages
+    return build(sequences, values, weight_version=3, device=torch.device("cpu"))
 
 
 THREE_TURNS = sequence([10, 11, 12, 13, 14, 15, 16, 17, 18], [0, 0, 1, 1, 0, 1, 0, 1, 0])
@@ -115,12 +116,27 @@ def test_bad_plans_are_named(updates: list, ranks: int, message: str):
         check(step([GOOD, GOOD], updates), ranks=ranks, vocab_size=50, max_position=8)
 
 
-def test_other_behaviour_changes_nothing_else():
+def test_proximal_logprobs_change_nothing_else():
     batch = packed([THREE_TURNS])
-    other = batch.with_behaviour(torch.zeros(4))
-    assert other.behaviour_N.tolist() == [0.0] * 4
-    assert other.targets_N is batch.targets_N and other.lengths == batch.lengths
-    assert batch.behaviour_N.tolist() != [0.0] * 4
+    other = batch.with_proximal(torch.zeros(4))
+    assert batch.proximal_N is None and other.proximal_N.tolist() == [0.0] * 4
+    assert other.behaviour_N is batch.behaviour_N and other.targets_N is batch.targets_N and other.lengths == batch.lengths
+
+
+def test_all_fresh_needs_every_sequence():
+    stale = sequence([30, 31, 32], [0, 1, 1], weight_versions=[-1, 2, 3])
+    assert packed([THREE_TURNS]).all_fresh and packed([]).all_fresh
+    assert not packed([THREE_TURNS, stale]).all_fresh
+    # Versions of tokens that are not trained do not matter.
+    assert packed([sequence([30, 31], [0, 1], weight_versions=[7, 3])]).all_fresh
+
+
+@pytest.mark.parametrize("given", [[], [sequence([1, 2, 3], [0, 0, 0])]], ids=["none", "masked"])
+def test_never_empty_feeds_one_untrained_token(given: list[TrainSequence]):
+    batch = build(given, [0.0] * len(given), weight_version=3, device=torch.device("cpu"), never_empty=True)
+    assert batch.lengths == (1,) and batch.input_ids_T.tolist() == [0] and batch.positions_T.tolist() == [0]
+    assert batch.num_trained == 0 and batch.all_fresh
+    assert packed(given, [0.0] * len(given)).lengths == ()
 
 
 def step(sequences: list[TrainSequence], updates: list) -> TrainStep:

@@ -1,21 +1,25 @@
-"""Publishing: what the engine is given, what is measured, and that engine and trainer then agree on log-probs."""
+"""Publishing: what engines are given and when, what is measured, and that engine and trainer then agree on log-probs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import multiprocessing
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import publish_members
 import pytest
 import torch
 from torch import Tensor
 from trainer_cases import VOCAB, command, config, folder, sequences
 
 from pearl.config import EngineConfig
+from pearl.engine.comm.communicator import CollectiveError, SingleCommunicator
 from pearl.engine.engine import Engine
 from pearl.engine.models.config import from_folder
 from pearl.engine.models.params import hf_shapes
 from pearl.protocol import SamplingParams, TrainSequence
-from pearl.rl.publisher import publish
+from pearl.rl.publisher import LocalPublisher, SendingPublisher, publish
 from pearl.rl.trainer import Trainer
 
 
@@ -103,3 +107,123 @@ def test_engine_and_trainer_agree_on_every_version(model: Path):
         if stale:
             assert metrics["policy_shift"] > 1e-3
         stale = made
+
+
+def test_a_local_publication_is_through_at_the_first_poll(model: Path):
+    trainer, engine = Trainer(model, config()), RecordingEngine()
+    publisher = LocalPublisher(trainer, engine)
+    for version in (0, 1):
+        publisher.begin(version)
+        assert engine.version == version - 1
+        metrics = publisher.poll() if version else publisher.wait(5.0)
+        assert engine.version == version
+        assert metrics.keys() == {"seconds", "bytes", "commit_s"} and 0 < metrics["commit_s"] <= metrics["seconds"]
+    publisher.begin(1)
+    with pytest.raises(ValueError, match="version=1: must be greater than 1"):
+        publisher.wait(5.0)
+
+
+def test_a_training_rank_that_does_not_send_goes_through_all_tensors(model: Path):
+    trainer, taken = Trainer(model, config()), []
+
+    def counted() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in Trainer.named_hf_tensors(trainer):
+            taken.append(name)
+            yield name, tensor
+
+    trainer.named_hf_tensors = counted
+    publisher = SendingPublisher(trainer, None)
+    publisher.begin(1)
+    assert publisher.poll() is None and len(taken) == 1
+    assert publisher.wait(5.0)["bytes"] == 0.0
+    assert taken == list(hf_shapes(from_folder(model)))
+
+
+def test_a_wait_ends(model: Path):
+    class Nobody(SingleCommunicator):
+        size = 2
+
+        def all_reduce_sum_async(self, tensor: Tensor, what: str = "") -> Nobody:
+            return self
+
+        def done(self) -> bool:
+            return False
+
+    publisher = SendingPublisher(Trainer(model, config()), Nobody())
+    publisher.begin(4)
+    assert publisher.poll() is None and publisher.waiting
+    start = time.monotonic()
+    with pytest.raises(CollectiveError, match=r"publishing version 4: not through within 0\.2 s"):
+        publisher.wait(0.2)
+    assert time.monotonic() - start < 2
+
+
+@pytest.fixture(scope="module")
+def phases(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict | None]]:
+    """What each of the three processes said in each phase; None from one that has ended."""
+    path = folder(tmp_path_factory.mktemp("members"))
+    Trainer(path, config(seed=3))
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe(duplex=False) for _ in range(publish_members.RANKS)]
+    members = [
+        context.Process(target=publish_members.member, args=(rank, str(path), pipe), daemon=True)
+        for rank, (_, pipe) in enumerate(pipes)
+    ]
+    for process in members:
+        process.start()
+    for _, ours in pipes:
+        ours.close()
+    said: list[list[dict | None]] = []
+    for _ in range(7):
+        row = []
+        for receiver, _ in pipes:
+            assert receiver.poll(60)
+            try:
+                row.append(receiver.recv())
+            except EOFError:
+                row.append(None)
+        said.append(row)
+    for process in members:
+        process.join(10)
+        process.kill()
+    return said
+
+
+def test_engines_on_other_ranks_get_every_bit(phases: list):
+    for row in (phases[0], phases[1], phases[2], phases[5]):
+        assert row[0]["weights"] == row[1]["weights"] == row[2]["weights"]
+        assert row[0]["bytes"] == row[1]["bytes"] > 0 and all(said["seconds"] > 0 for said in row)
+        assert row[0]["commit_s"] == 0.0 < row[1]["commit_s"]
+    assert len({phases[number][1]["weights"] for number in (0, 1, 5)}) == 3
+
+
+def test_requests_go_on_under_the_old_version_until_the_commit(phases: list):
+    for said in phases[1][1:]:
+        before = sum(said["made"])
+        assert len(said["made"]) > 8 and all(count == 1 for count in said["made"])
+        assert said["versions"] == [0] * before + [1] * (170 - before)
+
+
+def test_memory_stays_flat_over_many_publications(phases: list):
+    assert all(said["grown_kib"] < 2048 for said in phases[2])
+
+
+def test_weights_that_are_not_finite_are_refused_by_all(phases: list):
+    name = "model.layers.1.mlp.down_proj.weight"
+    errors = [said["error"] for said in phases[3]]
+    assert all(f"{name}: 1 of 384 values are not finite" in error for error in errors)
+    assert errors[0].startswith("version 27: refused by member 1: ")
+    assert all(said["unchanged"] for said in phases[3])
+
+
+def test_a_version_that_is_not_newer_is_refused_by_all(phases: list):
+    assert {said["error"] for said in phases[4]} == {"version=26: must be greater than 26, the present version of member 1"}
+    assert all(said["unchanged"] for said in phases[4])
+    assert [said["versions"] for said in phases[5][1:]] == [[27] * 5] * 2
+
+
+def test_a_receiver_that_dies_ends_the_publication_for_all(phases: list):
+    sender, receiver, dead = phases[6]
+    assert dead is None
+    assert sender["error"].startswith("version 28, ") and " to 1, 2: failed: " in sender["error"]
+    assert receiver["error"] is not None and "version 28" in receiver["error"] and receiver["version"] == 27

@@ -9,10 +9,12 @@ from pearl.protocol import (
     Abort,
     Checkpoint,
     Done,
+    Export,
     Failed,
     NewRequest,
     PackingPlan,
     Publish,
+    Restore,
     SamplingParams,
     Serve,
     SetReference,
@@ -66,7 +68,7 @@ class ScriptedEngine:
                 del self.live[name]
         return updates
 
-    def abort(self, request_id):
+    def discard(self, request_id):
         return self.live.pop(request_id, None) is not None
 
     def has_unfinished(self):
@@ -92,15 +94,47 @@ class ScriptedTrainer:
     def save(self, path):
         self.log.append(("save", path))
 
+    def save_state(self, path):
+        self.log.append(("save state", path))
 
-def run(*batches):
+    def load_state(self, path):
+        self.log.append(("load state", path))
+
+
+class ScriptedPublisher:
+    """Is through with a publish at the n-th poll."""
+
+    def __init__(self, log, polls):
+        self.log, self.polls, self.version, self.left = log, polls, None, 0
+
+    def begin(self, version):
+        assert self.version is None, "a publish began before the one before it was through"
+        self.version, self.left = version, self.polls
+        self.log.append(("begin", version))
+
+    def poll(self):
+        self.left -= 1
+        return self._end() if self.left <= 0 else None
+
+    def wait(self, timeout_s):
+        self.log.append(("wait", self.version))
+        return self._end()
+
+    def _end(self):
+        self.log.append(("publish", self.version))
+        self.version = None
+        return {"bytes": 8}
+
+
+def run(*batches, polls=1, trains=True, serves=True):
     log, port = [], Port(*batches)
     loop = RankLoop(
         rank=0,
         control=port,
-        engine=ScriptedEngine(log),
-        trainer=ScriptedTrainer(log),
-        publish=lambda version: log.append(("publish", version)) or {"bytes": 8},
+        engine=ScriptedEngine(log) if serves else None,
+        trainer=ScriptedTrainer(log) if trains else None,
+        publisher=ScriptedPublisher(log, polls),
+        publish_timeout_s=5.0,
     )
     return loop, loop.run(), port.sent, log
 
@@ -116,13 +150,40 @@ def submit(name, prompt):
 
 
 def test_commands_run_in_order_and_are_answered():
-    commands = [train(0), SetReference(number=1), Publish(number=2, version=4), Checkpoint(number=3, path="p", step=1)]
+    commands = [
+        train(0), SetReference(number=1), Publish(number=2, version=4), Checkpoint(number=3, path="p", step=1),
+        Export(number=5, path="q"), Restore(number=8, path="r"),
+    ]  # fmt: skip
     loop, code, sent, log = run(commands)
     assert (code, loop.stop_reason) == (0, "end of script")
-    assert log == [("train", 1), ("reference",), ("publish", 4), ("save", "p")]
+    steps = [("train", 1), ("reference",), ("begin", 4), ("publish", 4)]
+    assert log == [*steps, ("save state", "p"), ("save", "q"), ("load state", "r")]
     assert [(event.number, event.metrics) for event in sent if isinstance(event, Done)] == [
-        (0, {"loss": 0.5}), (1, {}), (2, {"bytes": 8}), (3, {}),
+        (0, {"loss": 0.5}), (1, {}), (2, {"bytes": 8}), (3, {}), (5, {}), (8, {}),
     ]  # fmt: skip
+
+
+def test_serving_goes_on_while_a_publish_is_under_way():
+    first = [Serve(number=0), submit("a", [10]), Publish(number=1, version=1)]
+    _, code, sent, log = run(first, [], [], [], [], polls=3)
+    assert code == 0
+    assert log.index(("begin", 1)) < log.index(("step", ("a",))) < log.index(("publish", 1))
+    assert ("wait", 1) not in log
+    kinds = [type(event) for event in sent]
+    assert kinds.index(Tokens) < len(kinds) - 1 - kinds[::-1].index(Done)
+
+
+def test_other_commands_wait_for_a_publish_under_way():
+    _, _, sent, log = run([Publish(number=0, version=1), train(1)], polls=1000)
+    assert log == [("begin", 1), ("wait", 1), ("publish", 1), ("train", 1)]
+    assert [event.number for event in sent if isinstance(event, Done)] == [0, 1]
+
+
+@pytest.mark.parametrize(("message", "missing"), [("train", {"trains": False}), ("serve", {"serves": False})])
+def test_a_command_for_another_kind_of_rank_is_an_error(message, missing):
+    _, code, sent, _ = run([train(0) if message == "train" else Serve(number=0)], **missing)
+    assert code == 1
+    assert f"does not {message}" in sent[-1].error
 
 
 def test_the_engine_steps_only_while_serving_and_every_token_is_sent():
@@ -157,16 +218,22 @@ def test_a_failure_is_reported_once_with_its_cause_and_ends_the_rank():
     assert "loss is nan at step 13" in sent[0].error
     assert "train_step" in sent[0].traceback
     assert ("publish", 1) not in log
-    assert loop.stop_reason == sent[0].error
+    assert loop.traceback == sent[0].traceback
 
 
-@pytest.mark.parametrize("numbers", [(1,), (0, 2), (0, 0)])
+def test_a_failed_rank_takes_the_first_cause_from_the_controller():
+    verdict = Stop(number=5, reason="rank 3 died", exit_code=1)
+    loop, code, _, _ = run([train(0, step=13)], [verdict])
+    assert (loop.stop_reason, code) == ("rank 3 died", 1)
+
+
+@pytest.mark.parametrize("numbers", [(1, 0), (3, 7, 7)])
 def test_a_command_out_of_order_is_never_carried_out(numbers):
     _, code, sent, log = run([Publish(number=number, version=number) for number in numbers])
     assert code == 1
     assert isinstance(sent[-1], Failed)
     assert "number order" in sent[-1].error
-    assert len(log) == len(numbers) - 1
+    assert len([entry for entry in log if entry[0] == "publish"]) == len(numbers) - 1
 
 
 def test_nothing_runs_after_stop():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +269,52 @@ def test_stale_tokens_count_as_policy_shift(model: Path):
     assert both["logprob_gap"] == pytest.approx(0.02, abs=1e-4) and both["policy_shift"] == pytest.approx(0.02, abs=1e-4)
 
 
+@pytest.mark.parametrize(("off", "weight", "capped"), [(0.2, math.exp(-0.2), 0), (-0.3, math.exp(0.3), 0), (-1.5, 2.0, 1)])
+def test_stale_tokens_are_weighted_by_their_importance(model: Path, off: float, weight: float, capped: int):
+    """With log-probs off by a constant, the gradient is the on-policy one times the weight, and is not clipped."""
+    surrogate = {"algorithm": AlgorithmOptions(), "dtype": torch.float64}
+    start = Trainer(model, config(algorithm=AlgorithmOptions()), dtype=torch.float64)
+    fresh = own_logprobs(start, sequences(), off=0.0, version=5)
+    stale = own_logprobs(start, sequences(), off=off, version=4)
+    on_policy, expected = trained(model, command(fresh, weight_version=5), moved=False, **surrogate)
+    corrected, metrics = trained(model, command(stale, weight_version=5), moved=False, **surrogate)
+    assert_same({n: weight * g for n, g in gradients(on_policy).items()}, gradients(corrected), atol=1e-6)
+    assert metrics["importance_weight_mean"] == pytest.approx(weight, abs=1e-5) and metrics["importance_capped"] == capped
+    assert metrics["ratio_mean"] == pytest.approx(1.0) and metrics["clip_fraction"] == 0.0
+    assert expected["importance_weight_mean"] is None and expected["importance_capped"] is None
+
+
+def test_correction_refers_to_the_start_of_the_step_in_every_update(model: Path):
+    """Later updates' ratios are to the policy that the step began with: nothing moves at a rate of next to zero."""
+    made = own_logprobs(Trainer(model, config()), sequences(), off=0.25, version=4)
+    three = [[[[0, 1, 2]]], [[[3, 4], [5]]], [[[6, 7, 8, 9, 10, 11]]]]
+    still = {"lr": 1e-12}
+    _, metrics = trained(model, command(made, three, weight_version=5), moved=False, optimizer=still, dtype=torch.float32)
+    assert metrics["log_ratio_abs"] < 1e-6 and metrics["importance_weight_mean"] == pytest.approx(math.exp(-0.25), abs=1e-4)
+    _, fresh = trained(model, command(made, three, weight_version=4), moved=False, optimizer=still, dtype=torch.float32)
+    assert fresh["log_ratio_abs"] == pytest.approx(0.25, abs=1e-4)
+    _, moving = trained(model, command(made, three, weight_version=5), moved=False, optimizer={"lr": 0.05}, dtype=torch.float32)
+    assert moving["log_ratio_abs"] > 0.02
+    assert moving["importance_weight_mean"] == pytest.approx(math.exp(-0.25), abs=1e-4)
+
+
+def test_fresh_sequences_are_not_touched_by_stale_ones(model: Path):
+    """In a mixed batch each sequence's share of the gradient is what it is alone, up to the divisor."""
+    start = Trainer(model, config(algorithm=AlgorithmOptions(normalize_std=False)), dtype=torch.float64)
+    made = own_logprobs(start, sequences(8), off=0.2, version=5)
+    mixed = [*made[:4], *own_logprobs(start, sequences(8), off=0.2, version=4)[4:]]
+    options = {"algorithm": AlgorithmOptions(normalize_std=False), "moved": False}
+    counts = [sum(s.loss_mask) for s in made]
+    parts = []
+    for chosen in (mixed[:4], mixed[4:]):
+        share = sum(sum(s.loss_mask) for s in chosen) / sum(counts)
+        trainer, _ = trained(model, command(chosen, weight_version=5), **options)
+        parts.append({name: share * gradient for name, gradient in gradients(trainer).items()})
+    both, metrics = trained(model, command(mixed, weight_version=5), **options)
+    assert_same({name: parts[0][name] + parts[1][name] for name in parts[0]}, gradients(both), atol=1e-12)
+    assert metrics["importance_weight_mean"] == pytest.approx(math.exp(-0.2), abs=1e-5)
+
+
 def test_kl_is_zero_at_the_reference_and_grows(model: Path):
     trainer = Trainer(model, config(optimizer={"lr": 0.01}))
     trainer.set_reference()
@@ -390,74 +434,15 @@ def test_save_and_load(model: Path, tmp_path: Path):
 
 
 def test_a_failing_save_leaves_the_old_folder(model: Path, tmp_path: Path):
-    class Failing:
-        def write_folder(self, path: Path) -> None:
-            (path / "model.safetensors").write_bytes(b"half")
-            raise OSError("no space left")
+    def failing(path: Path) -> None:
+        (path / "model.safetensors").write_bytes(b"half")
+        raise OSError("no space left")
 
     trainer = Trainer(model, config())
     trainer.save(tmp_path / "policy")
     with pytest.raises(OSError, match="no space left"):
-        save_policy(Failing(), tmp_path / "policy")
+        save_policy(failing, tmp_path / "policy")
     assert is_stable(tmp_path / "policy")
     assert_same(weights(trainer), weights(Trainer(tmp_path / "policy", config())), atol=0.0)
     trainer.save(tmp_path / "policy")
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
-
-
-# ---------------------------------------------------------------------------------------------------- two processes
-
-ONE_RANK = """
-import sys, datetime, msgspec, torch
-import torch.distributed as dist
-from pearl.config import Config
-from pearl.engine.comm.communicator import GroupCommunicator
-from pearl.protocol import TrainStep
-from pearl.rl.trainer import Trainer
-from trainer_cases import config
-
-torch.set_num_threads(1)
-rank, store, model, steps, out = int(sys.argv[1]), *sys.argv[2:]
-limit = datetime.timedelta(seconds=30)
-store = dist.FileStore(store, 2)
-group = dist.ProcessGroupGloo(store, rank, 2, limit)
-trainer = Trainer(model, config(), comm=GroupCommunicator(group), dtype=torch.float64)
-assert not dist.is_initialized()
-trainer.set_reference()
-with open(steps, "rb") as file:
-    commands = msgspec.msgpack.decode(file.read(), type=list[TrainStep])
-metrics = [trainer.train_step(command) for command in commands]
-trainer.comm.barrier(10.0)
-torch.save((dict(trainer.decoder.named_parameters()), [p.grad for p in trainer.decoder.parameters()], metrics), f"{out}.{rank}")
-"""
-
-
-def test_two_ranks_equal_one(model: Path, tmp_path: Path):
-    made = sequences()
-    spread = [[[[0, 1, 2, 3, 4], [5]], [[], [6]]], [[[]], [[7, 8, 9, 10, 11]]]]
-    alone = [[[[0, 1, 2, 3, 4, 5, 6]]], [[[7, 8, 9, 10, 11]]]]
-    commands = [command(made, spread), command(sequences(seed=4), spread, objective="sft")]
-    (tmp_path / "steps").write_bytes(msgspec.msgpack.encode(commands))
-    arguments = [str(tmp_path / "store"), str(model), str(tmp_path / "steps"), str(tmp_path / "out")]
-    ranks = [subprocess.Popen([sys.executable, "-c", ONE_RANK, str(rank), *arguments], env=environment()) for rank in range(2)]
-    try:
-        assert [rank.wait(60) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    single = Trainer(model, config(), dtype=torch.float64)
-    single.set_reference()
-    expected = [single.train_step(replaced(c, plan=replaced(c.plan, updates=alone))) for c in commands]
-    for rank in range(2):
-        parameters, grads, metrics = torch.load(tmp_path / f"out.{rank}")
-        assert_same(dict(single.decoder.named_parameters()), parameters, atol=1e-9)
-        for ours, theirs in zip(single.decoder.parameters(), grads, strict=True):
-            torch.testing.assert_close(ours.grad, theirs, atol=1e-12, rtol=0)
-        for mine, other in zip(expected, metrics, strict=True):
-            for key in (key for key in mine if not key.endswith("_s")):
-                assert other[key] == pytest.approx(mine[key], abs=1e-9), key
-
-
-def environment() -> dict[str, str]:
-    root = Path(__file__).parents[2]
-    return {"PYTHONPATH": f"{root}:{root / 'tests'}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}

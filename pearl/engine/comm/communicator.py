@@ -6,6 +6,7 @@ Invariant: every member of a group makes the same calls in the same order; resul
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from typing import Protocol
 
@@ -13,8 +14,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+class CollectiveError(RuntimeError):
+    """A collective failed or was not through in time; the message names it and, for a wait, the seconds."""
+
+
+class Pending(Protocol):
+    """A collective that was begun. Its tensor must be left alone until it is through."""
+
+    def done(self) -> bool:
+        """Whether it is through; never blocks. CollectiveError if it failed (a member was lost, the group's timeout)."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when it is through; CollectiveError if it failed or is not through within `timeout_s` seconds."""
+
+
 class Communicator(Protocol):
-    """Members of one group. Collectives work in place, and have been carried out (or enqueued, on a GPU) on return."""
+    """Members of one group. Collectives work in place, and have been carried out (or enqueued, on a GPU) on return.
+
+    Those called `_async` are begun only, and may overlap: they are through in any order. `what` names one in errors.
+    """
 
     @property
     def rank(self) -> int:
@@ -26,8 +44,14 @@ class Communicator(Protocol):
     def all_reduce_sum(self, tensor: Tensor) -> None:
         """Replaces `tensor` by the sum over all members."""
 
+    def all_reduce_sum_async(self, tensor: Tensor, what: str = "") -> Pending:
+        """Begins to replace `tensor` by the sum over all members."""
+
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Replaces `tensor` by that of member `src`."""
+
+    def broadcast_async(self, tensor: Tensor, src: int, what: str = "") -> Pending:
+        """Begins to replace `tensor` by that of member `src`."""
 
     def barrier(self, timeout: float) -> None:
         """Returns when all members have called it; an error after `timeout` seconds."""
@@ -42,9 +66,18 @@ class SingleCommunicator:
     def all_reduce_sum(self, tensor: Tensor) -> None:
         """The sum over one member is what is there."""
 
+    def all_reduce_sum_async(self, tensor: Tensor, what: str = "") -> Pending:
+        """Through at once."""
+        return _Through()
+
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """ValueError unless `src` is 0, the only member."""
         _check_member(src, self.size)
+
+    def broadcast_async(self, tensor: Tensor, src: int, what: str = "") -> Pending:
+        """Through at once. ValueError unless `src` is 0."""
+        _check_member(src, self.size)
+        return _Through()
 
     def barrier(self, timeout: float) -> None:
         """Nobody to wait for."""
@@ -53,33 +86,84 @@ class SingleCommunicator:
 class GroupCommunicator:
     """Collectives over an explicit torch.distributed process group; `src` is a rank inside that group.
 
-    The group's own methods are called, since the functions of torch.distributed refuse groups outside of WORLD.
+    The group's own methods are called, since the functions of torch.distributed refuse groups outside of WORLD. Without a
+    deadline of its own a collective has the group's timeout.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         self.rank = group.rank()
         self.size = group.size()
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
-        """Sum over the members, in place. Raises RuntimeError when a member is lost or the group's timeout passes."""
+        """Sum over the members, in place. CollectiveError when a member is lost or the group's timeout passes."""
+        self.all_reduce_sum_async(tensor).wait(math.inf)
+
+    def all_reduce_sum_async(self, tensor: Tensor, what: str = "") -> Pending:
+        """Begins a sum over the members, in place."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-        self._group.allreduce([tensor], options).wait()
+        work = self.group.allreduce([tensor], options)
+        return _Begun(work, tensor, what or f"a sum of {tensor.nbytes} bytes over {self.size} members")
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copies member `src`'s tensor, in place. ValueError for a member that is not in the group."""
+        self.broadcast_async(tensor, src).wait(math.inf)
+
+    def broadcast_async(self, tensor: Tensor, src: int, what: str = "") -> Pending:
+        """Begins a copy of member `src`'s tensor, in place. ValueError for a member that is not in the group."""
         _check_member(src, self.size)
         options = dist.BroadcastOptions()
         options.rootRank = src
         options.rootTensor = 0
-        self._group.broadcast([tensor], options).wait()
+        work = self.group.broadcast([tensor], options)
+        name = what or f"a broadcast of {tensor.nbytes} bytes from member {src} to {self.size - 1} others"
+        return _Begun(work, tensor, name)
 
     def barrier(self, timeout: float) -> None:
-        """Waits for all members, at most `timeout` seconds (RuntimeError after that)."""
+        """Waits for all members, at most `timeout` seconds (CollectiveError after that)."""
         options = dist.BarrierOptions()
         options.timeout = timedelta(seconds=timeout)
-        self._group.barrier(options).wait()
+        try:
+            self.group.barrier(options).wait()
+        except RuntimeError as error:
+            raise CollectiveError(f"a barrier of {self.size} members, waited for {timeout:g} s: {error}") from error
+
+
+class _Begun:
+    """A torch.distributed work handle under a name. It keeps the tensor alive."""
+
+    def __init__(self, work: dist.Work, tensor: Tensor, what: str) -> None:
+        self._work, self._tensor, self._what = work, tensor, what
+
+    def done(self) -> bool:
+        if not self._work.is_completed():
+            return False
+        self.wait(math.inf)  # raises what went wrong; on a GPU it orders the result before what this stream does next
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s={timeout_s}: must be > 0")
+        try:
+            if math.isfinite(timeout_s):
+                self._work.wait(timedelta(seconds=timeout_s))
+            else:
+                self._work.wait()
+        except RuntimeError as error:
+            if self._work.is_completed():
+                raise CollectiveError(f"{self._what}: failed: {error}") from error
+            raise CollectiveError(f"{self._what}: not through within {timeout_s:g} s") from error
+
+
+class _Through:
+    """What has nothing left to do."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        """Nothing to wait for."""
 
 
 def _check_member(src: int, size: int) -> None:

@@ -39,9 +39,11 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be >= 1")
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+        for name in (*sizes, "max_position"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name}={value!r}: must be an integer >= 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads}: must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
@@ -60,7 +62,10 @@ def from_hf(hf: dict) -> ModelConfig:
     if names[0] not in FAMILIES:
         raise ValueError(f"architectures={names}: this engine serves {', '.join(sorted(FAMILIES))}")
     family = importlib.import_module(f"pearl.engine.models.{FAMILIES[names[0]]}")
-    return family.parse(hf)
+    try:
+        return family.parse(hf)
+    except KeyError as error:
+        raise ValueError(f"config.json has no {error.args[0]!r}, which a {names[0]} needs") from None
 
 
 def from_folder(folder: str | Path) -> ModelConfig:
@@ -69,24 +74,39 @@ def from_folder(folder: str | Path) -> ModelConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"model={str(folder)!r}: not a Hugging Face model folder (no config.json)")
-    hf = json.loads(path.read_text())
+    hf = _read_object(path)
     generation = folder / "generation_config.json"
     if generation.is_file():
-        eos = json.loads(generation.read_text()).get("eos_token_id")
+        eos = _read_object(generation).get("eos_token_id")
         if eos is not None:
             hf = {**hf, "eos_token_id": eos}
     return from_hf(hf)
 
 
+def _read_object(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: must hold a JSON object")
+    return content
+
+
 def dense_fields(hf: dict) -> dict:
     """The fields that every dense family spells the same way, as ModelConfig keywords."""
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}  # in the order of transformers
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters={rope!r}: must be an object")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ValueError(f"rope_type={kind!r}: this engine serves 'default'")
     if hf.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act={hf['hidden_act']!r}: this engine serves 'silu'")
     eos = hf.get("eos_token_id")
+    eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if any(type(token_id) is not int for token_id in eos_ids):
+        raise ValueError(f"eos_token_id={eos!r}: must be a token id or a list of them")
     heads = hf["num_attention_heads"]
     return {
         "vocab_size": hf["vocab_size"],
@@ -97,11 +117,11 @@ def dense_fields(hf: dict) -> dict:
         "num_kv_heads": hf.get("num_key_value_heads") or heads,
         "head_dim": hf.get("head_dim") or hf["hidden_size"] // heads,
         "max_position": hf["max_position_embeddings"],
-        "rope_theta": float(rope.get("rope_theta", hf.get("rope_theta", 10000.0))),
+        "rope_theta": float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0),
         "rms_eps": hf.get("rms_norm_eps", 1e-6),
         "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
         "dtype": str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch."),
         "bos_token_id": hf.get("bos_token_id"),
-        "eos_token_ids": tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,)),
+        "eos_token_ids": tuple(eos_ids),
         "attention_bias": bool(hf.get("attention_bias") or False),
     }

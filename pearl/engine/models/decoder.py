@@ -2,10 +2,12 @@
 
 Owns the parameters (named exactly as `param_specs` says) and the rotary tables; does not know caches, batches or files: how a
 layer attends is the `Attend` it is given, made by `paged_attend` or `varlen_attend`. Invariant: parameters are allocated once,
-so their addresses never change. Shapes: T tokens, D hidden, V vocabulary.
+so their addresses never change (unless a trainer shards them). Shapes: T tokens, N chosen tokens, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -21,33 +23,43 @@ INIT_STD = 0.02
 
 
 class Decoder(nn.Module):
-    """A dense decoder in `dtype` on `device`. Parameters are zero until loaded or `init_weights` is called."""
+    """A dense decoder in `dtype` on `device`. Parameters are zero until loaded or `init_weights` is called.
+
+    `allocate=False` gives parameters shapes but no memory (torch's meta device), for whoever shards them first.
+    """
 
     def __init__(
-        self, config: ModelConfig, kernels: Kernels, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        config: ModelConfig,
+        kernels: Kernels,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        allocate: bool = True,
     ) -> None:
         super().__init__()
         self.config, self.kernels = config, kernels
         self.embed = nn.Module()
         self.layers = nn.ModuleList(DecoderLayer(config, kernels, index) for index in range(config.num_layers))
+        place = device if allocate else "meta"
         for spec in param_specs(config):
-            add_parameter(self, spec.name, nn.Parameter(torch.zeros(spec.shape, dtype=dtype, device=device)))
+            add_parameter(self, spec.name, nn.Parameter(torch.zeros(spec.shape, dtype=dtype, device=place)))
         # Plain attributes: neither `.to(dtype)` nor a state dict may touch them.
         self.rope_cos, self.rope_sin = rope_tables(config, device)
 
-    def forward(self, input_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """Final-normed hidden states [T, D]. Positions are int64 in [0, max_position)."""
-        eps = self.config.rms_eps
+    def forward(
+        self, input_ids_T: Tensor, positions_T: Tensor, attend: Attend, *, logits_of_N: Tensor | None = None
+    ) -> Tensor:
+        """Final-normed hidden states [T, D]; or, with row numbers `logits_of_N`, the fp32 logits [N, V] of those rows.
+
+        Positions are int64 in [0, max_position). A sharded decoder has its own parameters whole only inside this call.
+        """
         cos_TB, sin_TB = self.rope_cos.index_select(0, positions_T), self.rope_sin.index_select(0, positions_T)
-        residual_TD = F.embedding(input_ids_T, parameter(self, "embed"))
-        layers = list(self.layers)
-        x_TD = self.kernels.rms_norm(residual_TD, parameter(layers[0], "input_norm"), eps)
-        for layer, following in zip(layers, [*layers[1:], None], strict=True):
-            x_TD, residual_TD = layer(x_TD, residual_TD, cos_TB, sin_TB, attend)
-            # A layer's output is added inside the norm that follows it: one kernel instead of two.
-            weight_D = parameter(self, "norm") if following is None else parameter(following, "input_norm")
-            x_TD, residual_TD = self.kernels.add_rms_norm(x_TD, residual_TD, weight_D, eps)
-        return x_TD
+        delta_TD, residual_TD = None, F.embedding(input_ids_T, parameter(self, "embed"))
+        for layer in self.layers:
+            delta_TD, residual_TD = layer(delta_TD, residual_TD, cos_TB, sin_TB, attend)
+        x_TD, _ = self.kernels.add_rms_norm(delta_TD, residual_TD, parameter(self, "norm"), self.config.rms_eps)
+        return x_TD if logits_of_N is None else self.logits(x_TD[logits_of_N])
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """fp32 logits [T, V] of final-normed hidden states."""
@@ -55,16 +67,22 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Random weights (normal, std 0.02; norms 1, biases 0), the same for a seed on every machine and in every dtype."""
+        """Random weights, see `random_weights`."""
         parameters = dict(self.named_parameters())
-        for index, spec in enumerate(param_specs(self.config)):
-            if spec.init == "normal":
-                # numpy's Philox stream is specified bit for bit; torch's normal_ depends on the vector width.
-                draw = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, index])))
-                value = torch.from_numpy(draw.standard_normal(spec.shape, dtype=np.float32)).mul_(INIT_STD)
-                parameters[spec.name].copy_(value)
-            else:
-                parameters[spec.name].fill_(1.0 if spec.init == "ones" else 0.0)
+        for name, value in random_weights(self.config, seed):
+            parameters[name].copy_(value)
+
+
+def random_weights(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """fp32 values (normal, std 0.02; norms 1, biases 0) of all parameters, the same for a seed on every machine."""
+    for index, spec in enumerate(param_specs(config)):
+        if spec.init == "normal":
+            # numpy's Philox stream is specified bit for bit; torch's normal_ depends on the vector width.
+            draw = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, index])))
+            value = torch.from_numpy(draw.standard_normal(spec.shape, dtype=np.float32)).mul_(INIT_STD)
+        else:
+            value = torch.full(spec.shape, 1.0 if spec.init == "ones" else 0.0)
+        yield spec.name, value
 
 
 def paged_attend(kernels: Kernels, kv_pool: Tensor, batch: PagedBatch, config: ModelConfig) -> Attend:

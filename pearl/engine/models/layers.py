@@ -25,13 +25,20 @@ class DecoderLayer(nn.Module):
         self.config, self.kernels, self.index = config, kernels, index
 
     def forward(
-        self, x_TD: Tensor, residual_TD: Tensor, cos_TB: Tensor, sin_TB: Tensor, attend: Attend
+        self, delta_TD: Tensor | None, residual_TD: Tensor, cos_TB: Tensor, sin_TB: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """Takes the normed input and the residual stream; returns the MLP's output (not yet added) and the stream."""
+        """Takes the output of the layer before, not yet added (None: there is none), and the residual stream.
+
+        Returns the same pair: the MLP's output, and the stream. A layer reads no parameter but its own, so that each layer
+        can be sharded by itself; the addition is left to the norm that comes next: one kernel instead of two.
+        """
+        eps, weight_D = self.config.rms_eps, parameter(self, "input_norm")
+        if delta_TD is None:
+            x_TD = self.kernels.rms_norm(residual_TD, weight_D, eps)
+        else:
+            x_TD, residual_TD = self.kernels.add_rms_norm(delta_TD, residual_TD, weight_D, eps)
         attention_TD = self._attention(x_TD, cos_TB, sin_TB, attend)
-        x_TD, residual_TD = self.kernels.add_rms_norm(
-            attention_TD, residual_TD, parameter(self, "post_norm"), self.config.rms_eps
-        )
+        x_TD, residual_TD = self.kernels.add_rms_norm(attention_TD, residual_TD, parameter(self, "post_norm"), eps)
         gate_up_TF2 = self._linear(x_TD, "gate_up")
         return self._linear(self.kernels.silu_and_mul(gate_up_TF2), "down"), residual_TD
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -36,11 +36,14 @@ def read_folder(folder: str | Path, config: ModelConfig) -> Iterator[tuple[str, 
     tied embeddings an `lm_head.weight` equal to the embedding is skipped; a different one is an error.
     """
     folder = Path(folder)
-    files = _locate(folder)
     problems: list[str] = []
-    for path, names in files.items():
-        with safe_open(path, framework="pt") as file:
-            problems += _problems_in(file, names, config)
+    try:
+        files = _locate(folder)
+        for path, names in files.items():
+            with safe_open(path, framework="pt") as file:
+                problems += _problems_in(file, names, config)
+    except SafetensorError as error:
+        raise ValueError(f"model={str(folder)!r}: a weight file is damaged: {error}") from error
     present = {name for names in files.values() for name in names}
     problems += [f"{name}: missing" for name in hf_shapes(config) if name not in present]
     if not problems and config.tie_embeddings and HEAD in present:
@@ -111,7 +114,7 @@ def _locate(folder: Path) -> dict[Path, list[str]]:
     index, single = folder / INDEX, folder / WEIGHTS
     if index.is_file():
         files: dict[Path, list[str]] = {}
-        for name, file in json.loads(index.read_text())["weight_map"].items():
+        for name, file in (json.loads(index.read_text()).get("weight_map") or {}).items():
             files.setdefault(folder / file, []).append(name)
         absent = [path.name for path in files if not path.is_file()]
         if absent:

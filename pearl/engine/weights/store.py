@@ -3,6 +3,9 @@
 Owns the version number and the staged copy; knows tensor names only through `param_specs` and does not know where tensors
 come from. Invariant: the live parameters always hold one whole version (or none, before the first commit) and never move in
 memory, so whatever was captured over their addresses stays valid.
+
+The memory of the copy is given back after the first version and after a failure, and kept from the second version on: who
+was updated once will be again, and fresh pages cost more than the copy itself.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ from pearl.engine.weights.checkpoint import EMBEDDING, HEAD, is_derived, listed
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
+NamedRows = tuple[str, Tensor] | tuple[str, Tensor, int]
+"""A tensor under its Hugging Face name; with a third entry: some of its rows, and the number of the first of them."""
+
 
 class WeightStore:
     """Live parameters `params` (ParamSpec name -> tensor) under a version. Not thread-safe."""
@@ -33,7 +39,10 @@ class WeightStore:
         self._tied = config.tie_embeddings
         self._version = -1
         self._staged: dict[str, Tensor] = {}
-        self._seen: set[str] = set()
+        self._spare: dict[str, Tensor] = {}
+        self._adopted: dict[str, list[tuple[int, Tensor]]] = {}
+        self._adopts = False
+        self._rows: dict[str, int] = {}
         self._tied_head: Tensor | None = None
         self._staged_version: int | None = None
 
@@ -53,16 +62,18 @@ class WeightStore:
         return self._staged_version
 
     @torch.no_grad()
-    def stage(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def stage(self, tensors: Iterable[NamedRows], version: int, *, adopt: bool = False) -> None:
         """Adds (Hugging Face name, tensor) pairs to the copy of `version`: in any order, in one call or in many.
 
+        A tensor may also come as (name, some rows, number of the first), its rows in ascending order. With `adopt` the given
+        memory itself is the staged copy: of the live dtype and device, and left alone until commit or discard.
         ValueError names the first tensor that is unknown, doubled, mis-shaped, not floating point or not finite (after the
         conversion to the live dtype); then all that was staged is discarded. The live weights are not touched.
         """
-        self._open(version)
+        self._open(version, adopt)
         try:
-            for name, tensor in tensors:
-                self._take(name, tensor)
+            for name, tensor, *start in tensors:
+                self._take(name, tensor, *start)
         except BaseException:
             self.discard()
             raise
@@ -73,51 +84,99 @@ class WeightStore:
         version = self._staged_version
         if version is None:
             raise ValueError("commit: nothing is staged")
-        missing = [name for name in self._parts if name not in self._seen]
+        missing = [name for name, (_, part) in self._parts.items() if self._rows.get(name, 0) < part.size]
         if missing:
             raise ValueError(f"version {version}: {len(missing)} of {len(self._parts)} tensors are missing: {listed(missing)}")
         if self._tied_head is not None and not torch.equal(self._tied_head, self._staged[self._parts[EMBEDDING][0].name]):
             self.discard()
             raise ValueError(f"version {version}: {HEAD} differs from {EMBEDDING}, but the model ties them")
         for spec in self._specs:
-            self._params[spec.name].copy_(self._kernels.pack(self._staged[spec.name]))
+            self._write(spec)
+        kept = self._staged if self.ready else {}
         self._version = version
         self.discard()
+        self._spare = kept
 
     def discard(self) -> None:
         """Forgets what is staged and frees its memory."""
-        self._staged, self._seen, self._tied_head, self._staged_version = {}, set(), None, None
+        self._staged, self._spare, self._adopted, self._rows = {}, {}, {}, {}
+        self._tied_head = self._staged_version = None
 
-    def _open(self, version: int) -> None:
+    def _write(self, spec: ParamSpec) -> None:
+        """Copies one parameter from where it is staged to where it lives."""
+        live, kernels = self._params[spec.name], self._kernels
+        if not self._adopts:
+            live.copy_(kernels.pack(self._staged[spec.name]))
+            return
+        adopted = self._adopted[spec.name]
+        if kernels.pack(adopted[0][1]) is adopted[0][1]:  # nothing to pack: rows go where they belong
+            for start, rows in adopted:
+                live[start : start + len(rows)].copy_(rows)
+        else:
+            live.copy_(kernels.pack(torch.cat([rows for _, rows in sorted(adopted, key=lambda entry: entry[0])])))
+
+    def _open(self, version: int, adopt: bool) -> None:
+        if type(version) is not int:
+            raise ValueError(f"version={version!r}: must be an integer")
         if version <= self._version:
             raise ValueError(f"version={version}: must be greater than the present version {self._version}")
         if self._staged_version not in (None, version):
             raise ValueError(f"version={version}: version {self._staged_version} is being staged; commit or discard it first")
-        self._staged_version = version
+        if self._staged_version is not None and adopt != self._adopts:
+            raise ValueError(f"adopt={adopt}: version {version} is being staged with adopt={self._adopts}")
+        self._staged_version, self._adopts = version, adopt
 
-    def _take(self, name: str, tensor: Tensor) -> None:
+    def _take(self, name: str, tensor: Tensor, start: int | None = None) -> None:
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ValueError(f"tensors: has ({name!r}, {type(tensor).__name__}), must be pairs of a name and a torch.Tensor")
         if is_derived(name):
             return
-        tied_head = self._tied and name == HEAD
+        tied_head = self._tied and name == HEAD and start is None and not self._adopts
         if not tied_head and name not in self._parts:
             raise ValueError(f"{name}: the model has no such tensor")
-        if name in self._seen:
-            raise ValueError(f"{name}: arrived twice for version {self._staged_version}")
         spec, part = self._parts[EMBEDDING if tied_head else name]
-        if tuple(tensor.shape) != spec.part_shape(part):
-            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, must be {spec.part_shape(part)}")
+        first = self._check_rows(name, tensor, spec.part_shape(part), start)
         if tensor.dtype not in FLOAT_DTYPES:
             raise ValueError(f"{name}: dtype {tensor.dtype}, must be one of {', '.join(map(str, FLOAT_DTYPES))}")
-        live = self._params[spec.name]
-        if tied_head:
-            target = self._tied_head = torch.empty_like(live)
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise ValueError(f"{name}: must be a dense tensor with data")
+        if self._adopts:
+            live = self._params[spec.name]
+            if (tensor.dtype, tensor.device) != (live.dtype, live.device):
+                raise ValueError(f"{name}: {tensor.dtype} on {tensor.device}, only {live.dtype} on {live.device} can be adopted")
+            target = tensor.detach()
+            self._adopted.setdefault(spec.name, []).append((part.start + first, target))
         else:
-            if spec.name not in self._staged:
-                self._staged[spec.name] = torch.empty_like(live)
-            target = self._staged[spec.name][part.start : part.start + part.size]
-        target.copy_(tensor)
+            target = self._copy_of(spec, tied_head)[part.start + first :][: len(tensor)]
+            target.copy_(tensor)
         # The least and the greatest value carry any NaN or infinity: one pass, no mask.
         if not all(bool(torch.isfinite(edge)) for edge in torch.aminmax(target)):
             count = int((~torch.isfinite(target)).sum())
             raise ValueError(f"{name}: {count} of {target.numel()} values are not finite in {target.dtype}")
-        self._seen.add(name)
+        self._rows[name] = first + len(tensor)
+
+    def _check_rows(self, name: str, tensor: Tensor, shape: tuple[int, ...], start: int | None) -> int:
+        """The number of the first row that arrives: 0, or `start` if that is the one due."""
+        due, present = self._rows.get(name, 0), tuple(tensor.shape)
+        if start is None:
+            if due:
+                raise ValueError(f"{name}: arrived twice for version {self._staged_version}")
+            if present != shape:
+                raise ValueError(f"{name}: shape {present}, must be {shape}")
+            return 0
+        if present[1:] != shape[1:] or not present or not 0 < present[0] <= shape[0] - due:
+            raise ValueError(f"{name}: rows of shape {present}, must be 1 to {shape[0] - due} rows of {shape}")
+        if start != due:
+            raise ValueError(f"{name}: rows from {start!r} arrived, those from {due} are due")
+        return due
+
+    def _copy_of(self, spec: ParamSpec, tied_head: bool) -> Tensor:
+        """The memory that a parameter is staged in."""
+        live = self._params[spec.name]
+        if tied_head:
+            self._tied_head = torch.empty_like(live)
+            return self._tied_head
+        if spec.name not in self._staged:
+            spare = self._spare.pop(spec.name, None)
+            self._staged[spec.name] = torch.empty_like(live) if spare is None else spare
+        return self._staged[spec.name]

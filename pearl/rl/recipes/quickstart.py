@@ -31,6 +31,6 @@ def recipe() -> Config:
         rollout=RolloutOptions(max_tokens=8),
         algorithm=AlgorithmOptions(kl_coef=0.003, kl_estimator="exact"),
         optimizer=OptimizerOptions(lr=2e-3, schedule="linear", mini_batch_size=32),
-        warmup=WarmupOptions(steps=40, episodes=16, lr=2e-3),
+        warmup=WarmupOptions(steps=80, episodes=16, lr=2e-3),
         engine=EngineConfig(dtype="float32", block_size=16, max_model_len=512, max_num_seqs=256, max_batch_tokens=4096),
     )

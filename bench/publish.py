@@ -1,0 +1,192 @@
+"""Claim: publishing a model's weights from one rank to two serving ranks over gloo is at least 0.70 times as fast as a bare
+broadcast of the same bytes, from about a hundred million parameters on.
+
+Three processes on this machine, one thread each. In every round the bare broadcast (one message, memory already there) and the
+publication (begin to all engines having committed: conversion, checksums, staging, finiteness, the copy in place) run one after
+the other; medians are compared. `value` is the bare time over the publication's, the worst of the large cases; for a model of
+0.15 M parameters the milliseconds count, not the ratio, since there it is messages and not bytes that take the time.
+`commit_ms` is how long a running request is held up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pearl.config import Config, EngineConfig
+from pearl.engine.comm.communicator import GroupCommunicator
+from pearl.engine.engine import Engine
+from pearl.engine.models.config import ModelConfig
+from pearl.engine.models.params import hf_shapes
+from pearl.rl.publisher import ReceivingPublisher, SendingPublisher
+
+TARGET = 0.70
+RANKS = 3
+TIMEOUT_S = 120.0
+
+SMALL = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=192,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position=512,
+    rope_theta=1e4,
+    rms_eps=1e-6,
+    tie_embeddings=True,
+    qk_norm=True,
+)
+LARGE = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    max_position=512,
+    rope_theta=1e5,
+    rms_eps=1e-5,
+    tie_embeddings=True,
+    qk_norm=False,
+)
+"""The shapes of SmolLM2-135M."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model and the dtype that its engines have; the trainer's weights are fp32."""
+
+    model: ModelConfig
+    dtype: str
+    large: bool
+    rounds: int
+
+    @property
+    def parameters(self) -> int:
+        return sum(torch.Size(shape).numel() for shape in hf_shapes(self.model).values())
+
+
+class RandomTrainer:
+    """Stands for a trainer: fp32 tensors under the model's names."""
+
+    def __init__(self, model: ModelConfig, config: Config) -> None:
+        self.model_config, self.config = model, config
+        self._tensors = {name: torch.randn(shape) for name, shape in hf_shapes(model).items()}
+
+    def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._tensors.items())
+
+
+def member(rank: int, folder: str, cases: list[Case], results: Connection) -> None:
+    """One process; rank 0 reports the seconds of each round, the others those of their commits."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    comm = GroupCommunicator(dist.ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=TIMEOUT_S)))
+    for case in cases:
+        results.send(run(case, comm))
+
+
+def run(case: Case, comm: GroupCommunicator) -> dict[str, list[float]]:
+    """Seconds of each round but the first two, in which memory is touched for the first time."""
+    model = replace(case.model, dtype=case.dtype)
+    raw = torch.zeros(case.parameters, dtype=getattr(torch, case.dtype))
+    engine_config = EngineConfig(model=model, dtype=case.dtype, device="cpu", num_blocks=64, max_model_len=256)
+    publisher: SendingPublisher | ReceivingPublisher
+    if comm.rank == 0:
+        trainer = RandomTrainer(model, Config(engine=replace(engine_config, model="")))
+        publisher = SendingPublisher(trainer, comm, timeout_s=TIMEOUT_S)
+    else:
+        publisher = ReceivingPublisher(Engine(engine_config, load_weights=False, text=False), comm, timeout_s=TIMEOUT_S)
+    times: dict[str, list[float]] = {"raw": [], "publish": [], "commit": []}
+    for turn in range(case.rounds + 2):
+        seconds = timed(comm, lambda: comm.broadcast(raw, 0)), timed(comm, lambda: publish(publisher, turn, times["commit"]))
+        times["raw"].append(seconds[0])
+        times["publish"].append(seconds[1])
+    return {name: values[2:] for name, values in times.items()}
+
+
+def publish(publisher: SendingPublisher | ReceivingPublisher, version: int, commits: list[float]) -> None:
+    publisher.begin(version)
+    commits.append(publisher.wait(TIMEOUT_S)["commit_s"])
+
+
+def timed(comm: GroupCommunicator, work: Callable[[], None]) -> float:
+    """Seconds from all members being ready to all being through."""
+    comm.barrier(TIMEOUT_S)
+    start = time.perf_counter()
+    work()
+    comm.barrier(TIMEOUT_S)
+    return time.perf_counter() - start
+
+
+def measure(cases: list[Case]) -> list[dict[str, float | str | bool]]:
+    """One row per case."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
+        members = [context.Process(target=member, args=(rank, folder, cases, pipes[rank][1])) for rank in range(RANKS)]
+        for process in members:
+            process.start()
+        try:
+            rows = [row(case, [receiver.recv() for receiver, _ in pipes]) for case in cases]
+        finally:
+            for process in members:
+                process.join(10)
+                process.kill()
+    return rows
+
+
+def row(case: Case, results: list[dict[str, list[float]]]) -> dict[str, float | str | bool]:
+    raw, published = (statistics.median(results[0][side]) for side in ("raw", "publish"))
+    commits = [seconds for result in results[1:] for seconds in result["commit"]]
+    return {
+        "parameters": case.parameters,
+        "dtype": case.dtype,
+        "large": case.large,
+        "raw_ms": raw * 1e3,
+        "publish_ms": published * 1e3,
+        "commit_ms": statistics.median(commits) * 1e3,
+        "ratio": raw / published,
+    }
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    arguments.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    arguments.add_argument("--rounds", type=int, default=9)
+    options = arguments.parse_args()
+    cases = [
+        Case(model=model, dtype=dtype, large=model is LARGE, rounds=options.rounds)
+        for model in (SMALL, LARGE)
+        for dtype in ("float32", "bfloat16")
+    ]
+    rows = measure(cases)
+    print(f"{'parameters':>12} {'dtype':>9} {'broadcast ms':>13} {'publish ms':>11} {'ratio':>6} {'commit ms':>10}")
+    for r in rows:
+        left = f"{r['parameters']:>12,} {r['dtype']:>9} {r['raw_ms']:>13.1f} {r['publish_ms']:>11.1f}"
+        print(f"{left} {r['ratio']:>6.2f} {r['commit_ms']:>10.1f}")
+    value = min(float(r["ratio"]) for r in rows if r["large"])
+    if options.json:
+        result = {"bench": "publish", "claim": "of a bare broadcast's speed", "value": round(value, 3), "target": TARGET}
+        print(json.dumps(result | {"ok": value >= TARGET, "cases": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What each rank is doing, as seen from the controller: busy shares for people, spans for the trace.
+
+Owns this bookkeeping alone; nothing decides by it. A command counts as busy from when it was sent until it was done, an
+engine step by the seconds it reports. Torch-free.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pearl.metrics.trace import TraceWriter
+from pearl.protocol import Status, Tokens, WorkerStatus
+from pearl.rl.layout import JobLayout
+
+QUIET_COMMANDS = ("Serve",)
+
+
+class Activity:
+    """`begin` and `end` bracket a command on a rank, `stepped` adds an engine step. Times are of the controller's clock."""
+
+    def __init__(self, layout: JobLayout, trace: Path | None, now: float) -> None:
+        self._layout = layout
+        self._trace = TraceWriter(trace) if trace is not None else None
+        self._commands: dict[int, tuple[str, float]] = {}
+        self._busy = dict.fromkeys(range(layout.world), 0.0)
+        self._load = dict.fromkeys(range(layout.world), (0, 0))
+        self._versions = dict.fromkeys(range(layout.world), -1)
+        self._since = now
+
+    def begin(self, rank: int, command: str, now: float) -> None:
+        self._commands[rank] = (command, now)
+
+    def end(self, rank: int, now: float) -> None:
+        command, began = self._commands.pop(rank, ("", now))
+        if command and command not in QUIET_COMMANDS:
+            self._add(rank, "commands", command, began, now)
+
+    def stepped(self, event: Tokens, now: float) -> None:
+        """One engine step of a serving rank has arrived."""
+        self._load[event.rank] = (event.running, event.waiting)
+        versions = [update.weight_versions[-1] for update in event.updates if update.weight_versions]
+        self._versions[event.rank] = max([self._versions[event.rank], *versions])
+        self._add(event.rank, "engine", "engine step", now - event.seconds, now)
+
+    def status(self, waiting_for: str, waited_s: float, queues: dict[str, int], now: float) -> Status:
+        """Busy shares since the last call, and the rest of what a person wants to know."""
+        span = max(now - self._since, 1e-6)
+        for rank, (command, began) in list(self._commands.items()):
+            self._add(rank, "commands", command, began, now)
+            self._commands[rank] = (command, now)
+        workers = {
+            f"rank{rank}": WorkerStatus(
+                role="+".join(self._layout.roles(rank)),
+                busy_share=min(1.0, self._busy[rank] / span),
+                running=self._load[rank][0],
+                waiting=self._load[rank][1],
+                weight_version=self._versions[rank],
+            )
+            for rank in range(self._layout.world)
+        }
+        self._busy = dict.fromkeys(self._busy, 0.0)
+        self._since = now
+        return Status(waiting_for=waiting_for, waited_s=waited_s, queues=queues, workers=workers)
+
+    def close(self) -> None:
+        if self._trace is not None:
+            self._trace.close()
+
+    def _add(self, rank: int, track: str, name: str, start: float, end: float) -> None:
+        self._busy[rank] += max(0.0, end - max(start, self._since))
+        if self._trace is not None:
+            self._trace.span(f"rank{rank}/{track}", name, start, end)

@@ -1,0 +1,54 @@
+"""The policy's weights, between a decoder (whole or cut over ranks) and the Hugging Face names and folders of others.
+
+Owns filling a decoder and gathering what it holds. It does not know optimizers, steps or who asks.
+Invariant: a decoder that is cut holds the same values as a whole one filled from the same folder or seed.
+
+Functions that gather are collectives of the ranks that the decoder is cut over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from pearl.engine.models.decoder import Decoder, random_weights
+from pearl.engine.models.params import param_specs
+from pearl.engine.weights.checkpoint import read_folder
+from pearl.rl.sharding import whole, write_rows
+
+
+def fill_from_folder(decoder: Decoder, folder: Path) -> None:
+    """Reads a Hugging Face folder, one tensor in memory at a time; ValueError, before anything changes, if it does not fit."""
+    parameters = dict(decoder.named_parameters())
+    places = {part.hf_name: (spec.name, part.start) for spec in param_specs(decoder.config) for part in spec.parts}
+    for hf_name, tensor in read_folder(folder, decoder.config):
+        name, start = places[hf_name]
+        write_rows(parameters[name], start, tensor)
+
+
+def fill_from_seed(decoder: Decoder, seed: int) -> None:
+    """Random weights, the same on any number of ranks."""
+    parameters = dict(decoder.named_parameters())
+    for name, tensor in random_weights(decoder.config, seed):
+        write_rows(parameters[name], 0, tensor)
+
+
+def named_hf_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Views of the present weights under their Hugging Face names; a parameter is gathered when its first one is asked for."""
+    parameters = dict(decoder.named_parameters())
+    for spec in param_specs(decoder.config):
+        value = whole(parameters[spec.name])
+        for part in spec.parts:
+            yield part.hf_name, value[part.start : part.start + part.size]
+
+
+def gathered(decoder: Decoder, *, keep: bool) -> dict[str, Tensor]:
+    """All parameters, whole and on the host, on the ranks that `keep` them, nothing on the others."""
+    held: dict[str, Tensor] = {}
+    for name, parameter in decoder.named_parameters():
+        tensor = whole(parameter)
+        if keep:
+            held[name] = tensor.cpu()
+    return held

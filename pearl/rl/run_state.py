@@ -1,0 +1,145 @@
+"""What `--resume RUN` needs of a run directory: its settings, its latest checkpoint, the right to write into it.
+
+Owns the answers to "can this run go on, from where, and with which settings". It does not know processes or command lines;
+checkpoints are `checkpoint_folder.py`, their contents `controller_state.py`. Invariants: at most one live job holds a run
+(`RunLock`, held by rank 0 for its life); nothing is written before the lock is held; after `rewind_run` no row, record or
+checkpoint is newer than the step that the run goes on from. Torch-free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from pearl import config as configuration
+from pearl.config import Config
+from pearl.metrics.jsonl import rewind_rows
+from pearl.rl.checkpoint_folder import CheckpointFolder, Skipped, load
+from pearl.rl.controller_state import ControllerState
+
+LOCK_FILE = "run.lock"
+ROW_FILES = ("metrics.jsonl", "trajectories.jsonl")
+
+FIXED = ("seed", "rollout_batch_size", "group_size", "model", "env.name", "env.options")
+"""What a resumed run cannot change: which groups were started, and what they played, depends on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePoint:
+    """Where a run goes on: `config` as it last ran, the newest whole `checkpoint`, and the newer ones that are not."""
+
+    run: Path
+    config: Config
+    checkpoint: Path
+    state: ControllerState
+    skipped: tuple[Skipped, ...]
+
+
+def open_run(run_dir: str | Path) -> ResumePoint:
+    """Reads what a run goes on from; changes nothing, so any process may ask.
+
+    ValueError if there is no such run, its config.json is missing or unreadable, or it has no whole checkpoint: then it
+    would start from its beginning, which is a new run's business.
+    """
+    run = Path(run_dir)
+    if not run.is_dir():
+        raise ValueError(f"resume={str(run)!r}: no such directory{_runs_beside(run)}")
+    try:
+        config = configuration.from_json((run / "config.json").read_bytes())
+    except OSError as error:
+        raise ValueError(f"resume={str(run)!r}: not a run, config.json cannot be read ({error.strerror})") from None
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ValueError(f"resume={str(run)!r}: config.json is not one of this release ({error})") from None
+    found = CheckpointFolder(run).find()
+    if found.path is None:
+        raise ValueError(_nothing_to_resume(run, config, found.skipped))
+    return ResumePoint(run=run, config=config, checkpoint=found.path, state=load(found.path), skipped=found.skipped)
+
+
+def check_settings(point: ResumePoint, config: Config) -> None:
+    """ValueError if `config` (the run's own, overridden) cannot go on from `point`: a `FIXED` setting differs, no step left."""
+    for name in FIXED:
+        was, now = _setting(point.config, name), _setting(config, name)
+        if was != now:
+            raise ValueError(f"{name}={now!r}: a resumed run keeps its {name}={was!r}; start a new run to change it")
+    if config.max_steps <= point.state.step:
+        more = f"set more to go on, e.g. --set max_steps={2 * point.state.step}"
+        raise ValueError(f"max_steps={config.max_steps}: {point.checkpoint.name} has trained them all; {more}")
+
+
+def rewind_run(run_dir: str | Path, step: int) -> dict[str, int]:
+    """Moves what the lost part of the run wrote after `step` out of the way; how many rows of each file that were.
+
+    Call it under the run's lock, before anything opens these files.
+    """
+    run = Path(run_dir)
+    CheckpointFolder(run).rewind(step)
+    return {name: rewind_rows(run / name, step) for name in ROW_FILES}
+
+
+class RunLock:
+    """The right to write into a run, held until `release`, the end of a `with`, or the end of the process, however it ends.
+
+    An advisory lock of the kernel (flock(2)) on RUN/run.lock: a dead holder's is gone with it, and children started by
+    exec do not inherit it. The file stays and names the holder. ValueError if a live job has it.
+    """
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.path = Path(run_dir) / LOCK_FILE
+        try:
+            self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ValueError(f"run={str(self.path.parent)!r}: cannot be locked ({error.strerror})") from None
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._descriptor, 200, 0).decode(errors="replace").strip()
+            self.release()
+            if isinstance(error, BlockingIOError):
+                raise ValueError(f"run={str(self.path.parent)!r}: is in use by {holder or 'another process'}") from None
+            raise ValueError(f"run={str(self.path.parent)!r}: cannot be locked ({error.strerror})") from None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Gives the run back; again has no effect."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+
+def _setting(config: Config, name: str) -> object:
+    value: object = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _runs_beside(run: Path) -> str:
+    """' (runs there: ...)': the newest few directories beside `run` that can be resumed at first sight."""
+    with contextlib.suppress(OSError):
+        runs = sorted(run.parent.glob("*/config.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        if runs:
+            return f" (runs in {run.parent}: {', '.join(path.parent.name for path in runs[:5])})"
+    return ""
+
+
+def _nothing_to_resume(run: Path, config: Config, skipped: tuple[Skipped, ...]) -> str:
+    why = f"it has no checkpoint (save_steps={config.save_steps})"
+    if skipped:
+        why = f"none of its checkpoints is whole ({'; '.join(f'{item.path.name}: {item.reason}' for item in skipped)})"
+    afresh = f"for that, start a new run: pearl run {config.recipe}".rstrip()
+    return f"resume={str(run)!r}: {why}, so it would start from step 1; {afresh}"

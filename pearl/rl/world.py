@@ -1,0 +1,87 @@
+"""The torch side of a rank's start: WORLD, the groups inside it, and this rank's trainer, engine and publisher.
+
+Owns which parts a rank has, by its place in the layout. Invariants: groups are made once, by all ranks in the same order,
+and passed on as Communicators; nothing else reads an ambient group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from pearl.config import Config
+from pearl.engine.comm.communicator import Communicator, GroupCommunicator
+from pearl.engine.engine import Engine
+from pearl.rl.layout import JobLayout
+from pearl.rl.publisher import LocalPublisher, ReceivingPublisher, SendingPublisher
+from pearl.rl.rank import Publisher
+from pearl.rl.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """This rank's Communicators; None for a group that it is not in, or that would have one member."""
+
+    training: Communicator | None
+    publish: Communicator | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a rank works with."""
+
+    trainer: Trainer | None
+    engine: Engine | None
+    publisher: Publisher
+
+
+def join(timeout_s: float) -> dist.Store:
+    """Makes the one WORLD process group of the job from torchrun's environment; returns the job's store."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    store.set_timeout(timeout)
+    dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=world, timeout=timeout)
+    return dist.PrefixStore("job", store)
+
+
+def make_groups(layout: JobLayout, rank: int, timeout_s: float) -> Groups:
+    """The sub-groups of WORLD; every rank calls this once."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+
+    def made(members: list[int]) -> Communicator | None:
+        group = dist.new_group(members, timeout=timeout) if len(members) > 1 else None
+        return GroupCommunicator(group) if group is not None and rank in members else None
+
+    training = made(list(layout.training))
+    return Groups(training=training, publish=made(list(layout.publish_members)))
+
+
+def build_parts(
+    config: Config, layout: JobLayout, rank: int, groups: Groups, folder: Path, store: dist.Store
+) -> Parts:
+    """Trainer, engine and publisher of this rank. Serving ranks wait for rank 0's trainer, which completes a fresh folder."""
+    trainer = Trainer(folder, config, comm=groups.training) if rank in layout.training else None
+    if rank == 0:
+        store.set("policy", str(folder))
+    store.wait(["policy"], datetime.timedelta(seconds=config.timeouts.start_s))
+    engine = None
+    if rank in layout.serving:
+        engine_config = dataclasses.replace(config.engine, model=str(folder), seed=config.seed)
+        engine = Engine(engine_config, load_weights=False, text=False)
+    return Parts(trainer=trainer, engine=engine, publisher=_publisher(layout, trainer, engine, groups.publish))
+
+
+def _publisher(
+    layout: JobLayout, trainer: Trainer | None, engine: Engine | None, comm: Communicator | None
+) -> Publisher:
+    if layout.takes_turns and trainer is not None and engine is not None:
+        return LocalPublisher(trainer, engine)
+    if trainer is not None:
+        return SendingPublisher(trainer, comm)
+    if engine is None or comm is None:
+        raise RuntimeError("a rank that does not train must serve, and be in the publish group")
+    return ReceivingPublisher(engine, comm)
