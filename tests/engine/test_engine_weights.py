@@ -170,3 +170,48 @@ def test_a_version_that_is_not_whole_or_not_staged_is_not_committed(folder: Path
     engine.discard_weights()
     engine.update_weights(named(0), version=3)
     assert_greedy(one(engine, prompt), 8)
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_given_memory_can_be_the_staged_copy(folder: Path, packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(folder)
+    if packs:
+        monkeypatch.setattr(engine._store._kernels, "pack", lambda weight: weight.clone(), raising=False)
+    prompt = hf_models.prompt(6)
+    pieces = [(name, rows.clone(), at) for name, rows, at in _pieces(1, 50)]
+    addresses = [parameter.data_ptr() for parameter in engine._decoder.parameters()]
+    for piece in reversed(pieces):  # parts of a fused parameter in any order, but the rows of a tensor in theirs
+        name, _, at = piece
+        due = [entry for entry in pieces if entry[0] == name] if at == 0 else []
+        engine.stage_weights(due, 1, adopt=True)
+    assert not engine._store._staged
+    assert_greedy(one(engine, prompt), 8)
+    with pytest.raises(ValueError, match="adopt=False: version 1 is being staged with adopt=True"):
+        engine.stage_weights(named(1), 1)
+    engine.commit_weights(1)
+    for _, rows, _ in pieces:
+        rows.zero_()
+    assert_greedy(one(engine, prompt), 8, seed=1)
+    assert addresses == [parameter.data_ptr() for parameter in engine._decoder.parameters()]
+
+
+def test_only_what_is_as_the_live_weights_can_be_adopted(folder: Path) -> None:
+    engine = make(folder)
+    name, tensor = named(1)[0]
+    with pytest.raises(ValueError, match=r"adopt=True takes torch.float32 on cpu, not torch.float64 on cpu"):
+        engine.stage_weights([(name, tensor.double())], 1, adopt=True)
+    with pytest.raises(ValueError, match=r"values are not finite"):
+        engine.stage_weights([(name, torch.full_like(tensor, math.nan))], 1, adopt=True)
+    assert_greedy(one(engine, hf_models.prompt(6)), 8)
+
+
+def test_the_copy_s_memory_is_kept_from_the_second_version_on(folder: Path) -> None:
+    engine = Engine(EngineConfig(model=folder, dtype="float32", num_blocks=50), load_weights=False)
+    engine.update_weights(named(1), version=0)
+    assert not engine._store._spare
+    engine.update_weights(named(0), version=1)
+    kept = {name: tensor.data_ptr() for name, tensor in engine._store._spare.items()}
+    assert len(kept) == len(list(engine._decoder.parameters()))
+    engine.update_weights(named(1), version=2)
+    assert kept == {name: tensor.data_ptr() for name, tensor in engine._store._spare.items()}
+    assert_greedy(one(engine, hf_models.prompt(6)), 8, seed=1)

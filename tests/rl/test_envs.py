@@ -200,12 +200,11 @@ def test_the_environment_side_loads_no_torch() -> None:
 
 
 def test_a_random_start_belongs_to_the_map_and_can_reach_the_goal() -> None:
-    lake, corner = FrozenLake(random_start=True), FrozenLake()
+    lake = FrozenLake(random_start=True)
     for seed in range(8):
         rows = lake.map_of(seed)
         assert rows == lake.map_of(seed + 8)
         assert "".join(rows).count("S") == 1
-        assert "".join(rows).replace("S", "F") == "".join(corner.map_of(seed)).replace("S", "F")
         table, reached = FrozenLakeEnv(desc=list(rows), is_slippery=False).P, {"".join(rows).index("S")}
         for _ in range(16):
             reached |= {moves[action][0][1] for state in reached for moves in [table[state]] for action in moves}

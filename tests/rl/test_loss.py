@@ -11,7 +11,7 @@ from torch import Tensor
 from pearl.config import AlgorithmOptions
 from pearl.rl.loss import exact_kl, k3, policy_loss, sft_loss
 
-PLAIN = AlgorithmOptions(clip_low=0.2, clip_high=0.28)
+PLAIN = AlgorithmOptions(clip_low=0.2, clip_high=0.28, importance_cap=2.0)
 
 
 def rows(count: int, vocab: int = 7, seed: int = 0, scale: float = 1.0) -> Tensor:

@@ -272,8 +272,8 @@ def test_stale_tokens_count_as_policy_shift(model: Path):
 @pytest.mark.parametrize(("off", "weight", "capped"), [(0.2, math.exp(-0.2), 0), (-0.3, math.exp(0.3), 0), (-1.5, 2.0, 1)])
 def test_stale_tokens_are_weighted_by_their_importance(model: Path, off: float, weight: float, capped: int):
     """With log-probs off by a constant, the gradient is the on-policy one times the weight, and is not clipped."""
-    surrogate = {"algorithm": AlgorithmOptions(), "dtype": torch.float64}
-    start = Trainer(model, config(algorithm=AlgorithmOptions()), dtype=torch.float64)
+    surrogate = {"algorithm": AlgorithmOptions(importance_cap=2.0), "dtype": torch.float64}
+    start = Trainer(model, config(algorithm=AlgorithmOptions(importance_cap=2.0)), dtype=torch.float64)
     fresh = own_logprobs(start, sequences(), off=0.0, version=5)
     stale = own_logprobs(start, sequences(), off=off, version=4)
     on_policy, expected = trained(model, command(fresh, weight_version=5), moved=False, **surrogate)
