@@ -2,8 +2,8 @@
 
 Owns which trajectories are running, which groups are complete, and what became of all others. It does not decide when a
 group starts or when a batch is due (`sched/admission.py`). Invariant (`check`): every trajectory that was dispatched is
-running, held, trained, or dropped for a named cause. Groups leave in the order of their ids, so a batch does not depend on
-who finished first. `holdings` and `from_holdings` carry books and trajectories over the end of a process: what had ended is
+running, held, trained, or dropped for a named cause. Groups leave in the order of their ids, all of them, so a batch does
+not depend on who finished first. `holdings` and `from_holdings` carry books and trajectories over the end of a process: what had ended is
 kept, what was running is counted as dropped and as dispatched once more, to be played again from its seed.
 """
 
@@ -119,17 +119,19 @@ class Buffer:
         return "open" if entry.running else self._close(entry)
 
     def take(self, batch_groups: int, weight_version: int, max_staleness: int) -> list[Group] | None:
-        """The `batch_groups` oldest complete groups, now counted as trained; None if there are not that many.
+        """The `batch_groups` oldest groups, now counted as trained; None while one of them is still played.
 
-        Groups with a token more than `max_staleness` versions older than `weight_version` (that of the weights which the
+        Waiting for the oldest instead of taking whoever is complete keeps a slow group from being passed over until it is
+        too stale, and makes batches the same whoever finished first. Groups with a token more than `max_staleness` versions older than `weight_version` (that of the weights which the
         update starts from) are dropped first and counted, also when None is returned.
         """
         for group_id, group in list(self._ready.items()):
             if any(is_stale(member.oldest_version, weight_version, max_staleness) for member in group.trajectories):
                 self.drop_group(group_id, "stale")
-        if len(self._ready) < batch_groups:
+        oldest = sorted(self._ready.keys() | self._open.keys())[:batch_groups]
+        if len(oldest) < batch_groups or any(group_id in self._open for group_id in oldest):
             return None
-        batch = [self._ready.pop(group_id) for group_id in sorted(self._ready)[:batch_groups]]
+        batch = [self._ready.pop(group_id) for group_id in oldest]
         self.trained += sum(len(group.trajectories) for group in batch)
         return batch
 

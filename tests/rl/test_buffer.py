@@ -253,3 +253,18 @@ class Books(RuleBasedStateMachine):
 
 TestBooks = Books.TestCase
 TestBooks.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_a_slow_group_is_waited_for_and_not_passed_over() -> None:
+    buffer = Buffer()
+    for group_id in range(3):
+        buffer.dispatch(group_id, group_id, [f"{group_id}-0", f"{group_id}-1"])
+    for group_id in (1, 2, 0):
+        assert buffer.take(2, weight_version=0, max_staleness=0) is None
+        for member in range(2):
+            buffer.finish(
+                Trajectory(trajectory_id=f"{group_id}-{member}", group_id=group_id, env_seed=group_id, outcome="done")
+            )
+    batch = buffer.take(2, weight_version=0, max_staleness=0)
+    assert batch is not None
+    assert [group.group_id for group in batch] == [0, 1]
