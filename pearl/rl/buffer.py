@@ -122,18 +122,26 @@ class Buffer:
         """The `batch_groups` oldest groups, now counted as trained; None while one of them is still played.
 
         Waiting for the oldest instead of taking whoever is complete keeps a slow group from being passed over until it is
-        too stale, and makes batches the same whoever finished first. Groups with a token more than `max_staleness` versions older than `weight_version` (that of the weights which the
-        update starts from) are dropped first and counted, also when None is returned.
+        too stale, and makes batches the same whoever finished first. Of those that are due, groups with a token more than
+        `max_staleness` versions older than `weight_version` (that of the weights which the update starts from) are dropped
+        and counted instead.
         """
-        for group_id, group in list(self._ready.items()):
-            if any(is_stale(member.oldest_version, weight_version, max_staleness) for member in group.trajectories):
+        while True:
+            oldest = sorted(self._ready.keys() | self._open.keys())[:batch_groups]
+            if len(oldest) < batch_groups or any(group_id in self._open for group_id in oldest):
+                return None
+            stale = [group_id for group_id in oldest if self._is_stale(group_id, weight_version, max_staleness)]
+            if not stale:
+                break
+            for group_id in stale:
                 self.drop_group(group_id, "stale")
-        oldest = sorted(self._ready.keys() | self._open.keys())[:batch_groups]
-        if len(oldest) < batch_groups or any(group_id in self._open for group_id in oldest):
-            return None
         batch = [self._ready.pop(group_id) for group_id in oldest]
         self.trained += sum(len(group.trajectories) for group in batch)
         return batch
+
+    def _is_stale(self, group_id: int, weight_version: int, max_staleness: int) -> bool:
+        members = self._ready[group_id].trajectories
+        return any(is_stale(member.oldest_version, weight_version, max_staleness) for member in members)
 
     def drop_group(self, group_id: int, cause: str) -> None:
         """Gives up a group, open or complete, whole; ValueError if it is unknown."""

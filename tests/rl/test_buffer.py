@@ -225,7 +225,8 @@ class Books(RuleBasedStateMachine):
     def take(self, groups: int, staleness: int) -> None:
         batch = self.buffer.take(groups, self.version, staleness)
         if batch is None:
-            assert self.buffer.ready < groups
+            oldest = sorted({*self.buffer._ready, *self.buffer._open})[:groups]
+            assert len(oldest) < groups or any(group in self.buffer._open for group in oldest)
             return
         self.version += 1
         for member in (member for group in batch for member in group.trajectories):
