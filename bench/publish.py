@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
@@ -116,9 +117,8 @@ def run(case: Case, comm: GroupCommunicator) -> dict[str, list[float]]:
         publisher = ReceivingPublisher(Engine(engine_config, load_weights=False, text=False), comm, timeout_s=TIMEOUT_S)
     times: dict[str, list[float]] = {"raw": [], "publish": [], "commit": []}
     for turn in range(case.rounds + 2):
-        seconds = timed(comm, lambda: comm.broadcast(raw, 0)), timed(comm, lambda: publish(publisher, turn, times["commit"]))
-        times["raw"].append(seconds[0])
-        times["publish"].append(seconds[1])
+        times["raw"].append(timed(comm, partial(comm.broadcast, raw, 0)))
+        times["publish"].append(timed(comm, partial(publish, publisher, turn, times["commit"])))
     return {name: values[2:] for name, values in times.items()}
 
 
@@ -186,6 +186,8 @@ def main() -> None:
     if options.json:
         result = {"bench": "publish", "claim": "of a bare broadcast's speed", "value": round(value, 3), "target": TARGET}
         print(json.dumps(result | {"ok": value >= TARGET, "cases": rows}))
+    else:
+        print(f"the large cases publish at {value:.2f} of a bare broadcast's speed or better; target {TARGET:.2f}")
 
 
 if __name__ == "__main__":

@@ -59,8 +59,8 @@ class Member:
 
     def refused(self, version: int) -> dict[str, Any]:
         before = self.digest()
-        self.publisher.begin(version)
         try:
+            self.publisher.begin(version)
             self.publisher.wait(TIMEOUT_S)
         except ValueError as error:
             return {"error": str(error), "unchanged": self.digest() == before}
@@ -68,9 +68,6 @@ class Member:
 
     def first(self) -> dict[str, Any]:
         return self.publish()
-
-    def not_newer(self) -> dict[str, Any]:
-        return self.refused(self.version - 1)
 
     def twenty_more(self) -> dict[str, Any]:
         sizes = []
@@ -103,6 +100,10 @@ class TrainingMember(Member):
             result = self.refused(self.version)
             weight[2, 3] = kept
         return result
+
+    def not_newer(self) -> dict[str, Any]:
+        """Nothing is sent: what a receiver refuses to begin ends a job."""
+        return {}
 
     def afterwards(self) -> dict[str, Any]:
         self.trainer.train_step(command(sequences(), objective="sft"))
@@ -142,6 +143,9 @@ class ServingMember(Member):
 
     def not_finite(self) -> dict[str, Any]:
         return self.refused(self.version)
+
+    def not_newer(self) -> dict[str, Any]:
+        return self.refused(self.version - 1)
 
     def afterwards(self) -> dict[str, Any]:
         result = self.publish()

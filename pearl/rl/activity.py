@@ -13,6 +13,7 @@ from pearl.protocol import Status, Tokens, WorkerStatus
 from pearl.rl.layout import JobLayout
 
 QUIET_COMMANDS = ("Serve",)
+"""What only lets other work begin counts as none."""
 
 
 class Activity:
@@ -28,11 +29,12 @@ class Activity:
         self._since = now
 
     def begin(self, rank: int, command: str, now: float) -> None:
-        self._commands[rank] = (command, now)
+        if command not in QUIET_COMMANDS:
+            self._commands[rank] = (command, now)
 
     def end(self, rank: int, now: float) -> None:
         command, began = self._commands.pop(rank, ("", now))
-        if command and command not in QUIET_COMMANDS:
+        if command:
             self._add(rank, "commands", command, began, now)
 
     def stepped(self, event: Tokens, now: float) -> None:

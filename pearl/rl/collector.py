@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pearl.protocol import NewRequest, Submit, Tokens, TokenUpdate
+from pearl.protocol import Abort, NewRequest, Submit, Tokens, TokenUpdate
 from pearl.rl.envs.base import EnvOutcome
 from pearl.rl.envs.pool import EnvironmentPool
 from pearl.rl.rollout import Rollout, trajectory_of
@@ -38,6 +38,12 @@ class Collector:
         self._rollouts: dict[str, Rollout] = {}
         self._ended: list[Trajectory] = []
         self._outgoing: dict[str, list[NewRequest]] = {}
+        self._aborts: dict[str, list[str]] = {}
+
+    @property
+    def env_seconds(self) -> float:
+        """Time spent inside environments so far."""
+        return self._pool.seconds
 
     @property
     def playing(self) -> int:
@@ -69,10 +75,12 @@ class Collector:
             self._on_outcome(outcome)
 
     def flush(self) -> None:
-        """Sends what has gathered: one message per worker, one per environment process."""
+        """Sends what has gathered: one message of a kind per worker, one per environment process."""
         for worker, requests in self._outgoing.items():
             self._send(worker, Submit(requests=requests))
-        self._outgoing = {}
+        for worker, request_ids in self._aborts.items():
+            self._send(worker, Abort(request_ids=request_ids))
+        self._outgoing, self._aborts = {}, {}
         self._pool.flush()
 
     def take_ended(self) -> list[Trajectory]:
@@ -94,19 +102,20 @@ class Collector:
         elif rollout.phase == "interrupted":
             self._ask(rollout.resume())
         elif rollout.finished:
-            self._end(rollout)
+            self._end(rollout, update.request_id)
 
     def _on_outcome(self, outcome: EnvOutcome) -> None:
         rollout = self._rollouts.get(outcome.episode_id)
         if rollout is None:
             self.counts["late_updates"] += 1
             return
+        request_id = rollout.request_id
         starting = rollout.phase == "new" and outcome.error is None
         request = rollout.start(outcome.observation) if starting else rollout.on_outcome(outcome)
         if request is not None:
             self._ask(request)
         elif rollout.finished:
-            self._end(rollout)
+            self._end(rollout, request_id)
 
     def _ask(self, request: NewRequest | None) -> None:
         if request is None:
@@ -118,8 +127,13 @@ class Collector:
         self.counts["prompt_tokens"] += length
         self._outgoing.setdefault(worker, []).append(request)
 
-    def _end(self, rollout: Rollout) -> None:
-        self._pool.discard(rollout.trajectory.trajectory_id)
-        self._router.forget(rollout.trajectory.trajectory_id)
-        del self._rollouts[rollout.trajectory.trajectory_id]
+    def _end(self, rollout: Rollout, request_id: str | None) -> None:
+        """`request_id`: the last one asked for; a worker that is still at it (the environment failed meanwhile) lets it go."""
+        name = rollout.trajectory.trajectory_id
+        worker = self._router.worker_of(name)
+        if worker is not None and request_id is not None:
+            self._aborts.setdefault(worker, []).append(request_id)
+        self._pool.discard(name)
+        self._router.forget(name)
+        del self._rollouts[name]
         self._ended.append(rollout.trajectory)

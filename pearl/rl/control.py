@@ -16,7 +16,9 @@ import signal
 import subprocess
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,17 +26,17 @@ import zmq
 
 from pearl.channel import ChannelError, Client
 from pearl.config import Timeouts
-from pearl.protocol import Event, Interrupted, Kill, Notice, Ping, Pong, Status, StepReport, Stop, ToRank
+from pearl.protocol import Event, Failed, Interrupted, Kill, Notice, Ping, Pong, Status, StepReport, Stop, ToRank
 from pearl.rl import process
+from pearl.rl.heartbeat import LONGEST_GAP_S
 
 ENDED_GRACE_S = 1.0
 """A controller that ended may have sent its last command just before; it gets this long to arrive."""
 
-INTERRUPT_GRACE_S = 2.0
-"""How long an interrupted rank waits for the controller, which may know a better reason (a rank that died first)."""
+ANSWER_GRACE_S = 2.0
+"""How long a rank that is to end waits for the controller's word, which may know a better reason (a rank that died first)."""
 
-LONGEST_GAP_S = 1.0
-"""A pause of the watcher itself (Ctrl-Z, a suspended laptop) counts at most this much towards any deadline."""
+LAUNCHER_GONE = "the launcher is gone"
 
 
 class ControlThread(threading.Thread):
@@ -62,6 +64,7 @@ class ControlThread(threading.Thread):
         self._controller = controller
         self._parent = os.getppid()
         self._outbox: collections.deque[bytes] = collections.deque()
+        self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._encoder = msgspec.msgpack.Encoder()
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
@@ -89,14 +92,14 @@ class ControlThread(threading.Thread):
             return messages
 
     def interrupt(self, signum: int) -> None:
-        """In a handler of SIGINT or SIGTERM: the controller is told and will say stop; if not, the rank ends by itself."""
-        if "stop" not in self._deadlines:
-            name = signal.Signals(signum).name
-            self._exit_code = 128 + signum
-            self._outbox.append(msgspec.msgpack.encode(Interrupted(rank=self.rank, signal=name)))
-            self._last_word = Stop(number=-1, reason=f"interrupted by {name}", exit_code=self._exit_code)
-            self._deadlines |= {"stop": INTERRUPT_GRACE_S, "exit": self._timeouts.stop_s}
-            self._wake()
+        """After a signal, from any thread: the controller is told and will say stop; if not, the rank ends by itself."""
+        self._calls.append(partial(self._interrupted, signum))
+        self._wake()
+
+    def fail(self, reason: str) -> None:
+        """From any thread: the rank is to end, and so is the job."""
+        self._calls.append(partial(self._lose, reason))
+        self._wake()
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Sends what is queued and ends the thread."""
@@ -111,6 +114,15 @@ class ControlThread(threading.Thread):
     # ------------------------------------------------------------------------------------------------ this thread
 
     def run(self) -> None:
+        try:
+            self._run()
+        except Exception as error:  # a fault of ours; nobody else would end the rank in time
+            traceback.print_exc()
+            self.inbox.put(Stop(number=-1, reason=f"control thread: {type(error).__name__}: {error}", exit_code=1))
+            if not self._closing.wait(self._timeouts.stop_s):
+                os._exit(1)
+
+    def _run(self) -> None:
         context = zmq.Context()
         client = Client(context, self._address, f"rank{self.rank}", ToRank)
         last, silence = time.monotonic(), 0.0
@@ -119,6 +131,8 @@ class ControlThread(threading.Thread):
             now = time.monotonic()
             gap, last = min(now - last, LONGEST_GAP_S), now
             silence = 0.0 if self._receive(client) else silence + gap
+            while self._calls:
+                self._calls.popleft()()
             self._watch(silence)
             self._flush(client)
             self._pass_time(gap)
@@ -164,18 +178,40 @@ class ControlThread(threading.Thread):
         """Whether there is still somebody to work for; no longer asked once the rank is to end."""
         if "stop" in self._deadlines:
             return
-        if os.getppid() != self._parent:
-            self._end("the launcher is gone")
-        if silence > self._timeouts.silence_s:
+        if process.is_orphan(self._parent):
+            self._lose(LAUNCHER_GONE)
+            return
+        if silence > self._timeouts.silence_s + (0.0 if self._controller is not None else self._patience_s()):
             if self._controller is not None:
                 self._controller.kill()
             self._end(f"the controller was silent for timeouts.silence_s={self._timeouts.silence_s:g} s")
-        if self._controller is not None and self._controller.poll() is not None:
+        elif self._controller is not None and self._controller.poll() is not None:
             self._end(f"the controller ended with exit code {self._controller.returncode}", grace_s=ENDED_GRACE_S)
 
-    def _end(self, reason: str, grace_s: float = 0.0) -> None:
+    def _patience_s(self) -> float:
+        """The rank that started the controller kills it and says so first; its end is the others' end."""
+        return self._timeouts.heartbeat_s + ANSWER_GRACE_S
+
+    def _interrupted(self, signum: int) -> None:
+        if "stop" in self._deadlines:
+            return
+        if process.is_orphan(self._parent):  # the kernel's signal says that the launcher died
+            self._lose(LAUNCHER_GONE)
+            return
+        name = signal.Signals(signum).name
+        self._outbox.append(msgspec.msgpack.encode(Interrupted(rank=self.rank, signal=name)))
+        self._end(f"interrupted by {name}", exit_code=128 + signum, grace_s=ANSWER_GRACE_S)
+
+    def _lose(self, reason: str) -> None:
+        """The rank cannot go on, and the controller hears of it."""
+        if "stop" not in self._deadlines:
+            self._outbox.append(msgspec.msgpack.encode(Failed(rank=self.rank, error=reason, traceback="")))
+            self._end(reason, grace_s=ANSWER_GRACE_S)
+
+    def _end(self, reason: str, *, exit_code: int = 1, grace_s: float = 0.0) -> None:
         """Starts the rank's end: a stop for the main loop after `grace_s`, later the hard exit."""
-        self._last_word = Stop(number=-1, reason=reason, exit_code=1)
+        self._exit_code = exit_code
+        self._last_word = Stop(number=-1, reason=reason, exit_code=exit_code)
         self._deadlines = {"stop": grace_s, "exit": grace_s + self._timeouts.stop_s}
 
     def _pass_time(self, gap: float) -> None:

@@ -1,6 +1,6 @@
 """The controller process: one event loop around ranks, environments and the order of steps. Torch-free.
 
-    python -m pearl.rl.controller RUN MODEL_FOLDER ADDRESS_FD RANKS PARENT_PID CHECKPOINT     (started by rank 0)
+    python -m pearl.rl.controller RUN MODEL_FOLDER ADDRESS_FD OUTLET_FD RANKS PARENT_PID CHECKPOINT    (started by rank 0)
 
 Owns sockets, heartbeats, commands and their numbers, and what is written to the run directory. What to do is said by
 others: admission (when a trajectory may start, when a batch is complete), router (where a request runs), packing (what is
@@ -57,6 +57,7 @@ from pearl.sched.router import Router
 
 POLL_S = 0.2
 STATUS_EVERY_S = 1.0
+LONGEST_ECHO = 90
 
 
 class JobFailed(RuntimeError):
@@ -85,7 +86,9 @@ class Controller:
         trace = f"trace{f'-{checkpoint.name}' if checkpoint else ''}.json"
         self.activity = Activity(layout, run / trace if config.trace else None, self.clock.now())
         self.interrupted_by: int | None = None
+        self.outlet: int | None = None
         self._hellos: dict[int, Hello] = {}
+        self._killed: set[int] = set()
         self._ready: dict[int, Ready] = {}
         self._done: dict[int, dict[int, Done]] = {}
         self._number = 0
@@ -116,12 +119,15 @@ class Controller:
             return Stop(number=self._number, reason=f"failed: {type(error).__name__}: {error}", exit_code=1)
 
     def _first_cause(self, reason: str) -> str:
-        """A rank that has died explains whatever its peers or the launcher say afterwards."""
+        """A rank that has died explains whatever its peers or the launcher say afterwards, of which the beginning will do."""
         here = socket.gethostname()
-        dead = [hello for hello in self._hellos.values() if hello.host == here and not process.is_alive(hello.pid)]
+        others = [hello for hello in self._hellos.values() if hello.rank not in self._killed]
+        dead = [hello for hello in others if hello.host == here and not process.is_alive(hello.pid)]
         if not dead:
             return reason
-        return f"{', '.join(f'rank {hello.rank} (pid {hello.pid}) died' for hello in dead)}; then {reason}"
+        print(reason, flush=True)
+        then = reason if len(reason) <= LONGEST_ECHO else reason[:LONGEST_ECHO] + "..."
+        return f"{', '.join(f'rank {hello.rank} (pid {hello.pid}) died' for hello in dead)}; then {then}"
 
     def _new_collector(self, tokenizer: Tokenizer, max_model_len: int) -> Collector:
         router = Router()
@@ -228,6 +234,8 @@ class Controller:
             case Ready():
                 self._ready[message.rank] = message
             case Failed():
+                if not message.traceback:  # it was told of its end, and is not to blame
+                    raise JobFailed(message.error)
                 print(message.traceback, flush=True)
                 raise JobFailed(f"rank {message.rank} failed: {message.error}")
             case Interrupted():
@@ -252,9 +260,10 @@ class Controller:
         here = socket.gethostname()
         names, limit = ", ".join(map(str, silent)), self.config.timeouts.silence_s
         reason = f"rank {names} silent for timeouts.silence_s={limit:g} s, killed"
+        self._killed |= set(silent)
         print(reason, flush=True)
-        if 0 in silent:  # it cannot say so itself
-            process.tell_terminal(f"ended: {reason}")
+        if 0 in silent and self.outlet is not None:  # it cannot say so itself
+            os.write(self.outlet, f"ended: {reason}\n".encode())
         for rank in silent:
             hello = self._hellos[rank]
             if hello.host == here:
@@ -272,11 +281,13 @@ def name_of(rank: int) -> str:
 
 
 def main(argv: list[str]) -> int:
-    run, folder, fd, world, parent = Path(argv[0]), Path(argv[1]), int(argv[2]), int(argv[3]), int(argv[4])
+    run, folder = Path(argv[0]), Path(argv[1])
+    fd, outlet, world, parent = map(int, argv[2:6])
     process.die_with_parent(parent=parent)
     config = configuration.from_json((run / "config.json").read_bytes())
-    checkpoint = Path(argv[5]) if argv[5] else None
+    checkpoint = Path(argv[6]) if argv[6] else None
     controller = Controller(config, run, folder, JobLayout.of(config, world), checkpoint)
+    controller.outlet = outlet
     process.on_signals(lambda signum: setattr(controller, "interrupted_by", signum))
     os.write(fd, controller.server.address.encode() + b"\n")
     os.close(fd)

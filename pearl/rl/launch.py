@@ -16,10 +16,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from pearl import config as configuration
 from pearl.config import Config
@@ -29,27 +31,20 @@ from pearl.metrics.live import LiveView, is_interactive
 from pearl.overrides import override
 from pearl.protocol import Hello, Notice, Ready, Status, StepReport, Stop
 from pearl.rl import fresh_model, process
-from pearl.rl.control import ControlThread
+from pearl.rl.control import LAUNCHER_GONE, ControlThread
 from pearl.rl.envs import registry as environments
 from pearl.rl.envs.base import words_of
 from pearl.rl.layout import JobLayout
 from pearl.rl.rank import RankLoop, report_failure
 from pearl.rl.recipes import registry as recipes
 from pearl.rl.run_state import ResumePoint, RunLock, check_settings, open_run, rewind_run
+from pearl.rl.start_watch import StartWatch
 
 EXIT_USAGE = 2
 
 
 class LaunchError(RuntimeError):
     """The job could not be started; the message is for the person who tried."""
-
-
-class Interrupt(BaseException):
-    """A signal that arrived before there was a main loop to end."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum)
-        self.signum = signum
 
 
 def parser(program: str) -> argparse.ArgumentParser:
@@ -141,21 +136,34 @@ class Launch:
         self.config = job.config
         self.rank = rank
         self.started = time.monotonic()
+        self.launcher = os.getppid()
         self.run_directory = Path()
         self.lock: RunLock | None = None
         self.controller: subprocess.Popen | None = None
         self.control: ControlThread | None = None
+        self.closing = threading.Lock()
+        self.watch = StartWatch(
+            rank=rank,
+            launcher=self.launcher,
+            local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            timeouts=self.config.timeouts,
+            fail=self._start_failed,
+        )
         self.view = LiveView(sys.stdout, interactive=is_interactive(sys.stdout), history=self._history()) if rank == 0 else None
 
     def run(self) -> int:
         """Returns the exit code: 0 done, 128 + signal when interrupted, 1 for anything that went wrong."""
         process.on_signals(self._interrupted)
-        process.die_with_parent(signal.SIGTERM, parent=os.getppid())
+        process.die_with_parent(signal.SIGTERM, parent=self.launcher)
+        self.watch.start()
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         code, ending = 1, ""
         try:
+            if not launcher_answers():
+                raise LaunchError(LAUNCHER_GONE)
             address_fd = self._lead() if self.rank == 0 else None
             loop = self._build(address_fd)
+            self.watch.end()
             self._say(f"ready after {time.monotonic() - self.started:.1f} s: {self._who()}")
             code = loop.run()
             self._log(loop.traceback)
@@ -163,8 +171,6 @@ class Launch:
             self._draw_curves(self.run_directory / "metrics.jsonl")
         except LaunchError as error:
             ending = f"failed: {error}"
-        except Interrupt as interrupt:
-            code, ending = 128 + interrupt.signum, f"interrupted by {signal.Signals(interrupt.signum).name} while starting"
         except Exception as error:  # one line for people, the rest for the log
             self._log(traceback.format_exc())
             if self.control is None:
@@ -172,7 +178,9 @@ class Launch:
             else:
                 code = report_failure(self.control, self.rank, error).exit_code
         finally:
-            self._close(code, ending)
+            self.watch.end()
+            with self.closing:
+                self._close(code, ending)
         return code
 
     # ------------------------------------------------------------------------------------------------- the beginning
@@ -193,14 +201,17 @@ class Launch:
         folder = self._model_folder()
         reader, writer = os.pipe()
         checkpoint = str(resume.checkpoint) if resume else ""
-        numbers = [str(writer), str(self.job.layout.world), str(os.getpid())]
+        outlet = os.dup(sys.stderr.fileno())  # where people look, should this rank be unable to tell them
+        numbers = [str(writer), str(outlet), str(self.job.layout.world), str(os.getpid())]
         arguments = [str(self.run_directory), str(folder), *numbers, checkpoint]
         self.controller = process.start(
             [sys.executable, "-m", "pearl.rl.controller", *arguments],
             self.run_directory / "logs" / "controller.log",
-            pass_fds=(writer,),
+            pass_fds=(writer, outlet),
         )
+        self.watch.controller = self.controller
         os.close(writer)
+        os.close(outlet)
         return reader
 
     def _model_folder(self) -> Path:
@@ -222,10 +233,9 @@ class Launch:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         timeouts, layout = self.config.timeouts, self.job.layout
         try:
-            store = world.join(timeouts.join_s)
+            store = world.join(timeouts.start_s, self.watch.missing)  # timeouts.join_s is the watch's: it knows pauses
         except (RuntimeError, ValueError) as error:
-            limit = f"timeouts.join_s={timeouts.join_s:g} s"
-            raise LaunchError(f"not all of {layout.world} ranks came within {limit}: {error}") from None
+            raise LaunchError(f"the {layout.world} ranks did not find each other: {error}") from None
         if self.rank == 0 and address_fd is not None:
             store.set("controller", self._read_address(address_fd))
             store.set("run", str(self.run_directory))
@@ -260,9 +270,28 @@ class Launch:
     # ------------------------------------------------------------------------------------------------- the end
 
     def _interrupted(self, signum: int) -> None:
-        if self.control is None:
-            raise Interrupt(signum)
-        self.control.interrupt(signum)
+        """SIGINT or SIGTERM came; the kernel sends the latter too when the launcher dies."""
+        if self.control is not None:
+            self.control.interrupt(signum)
+            return
+        if process.is_orphan(self.launcher):
+            self._abandon(1, LAUNCHER_GONE)
+        why = signum == signal.SIGTERM and self.watch.lost()
+        self._abandon(128 + signum, why or f"interrupted by {signal.Signals(signum).name} while starting")
+
+    def _start_failed(self, reason: str) -> None:
+        if self.control is not None:
+            self.control.fail(reason)
+        else:
+            self._abandon(1, reason)
+
+    def _abandon(self, code: int, ending: str) -> NoReturn:
+        """Ends the process from another thread, while the main one may sit in C: nothing is there that needs an order."""
+        with self.closing:
+            if self.controller is not None:
+                self.controller.kill()
+            self._close(code, ending)
+            process.leave(code)
 
     def _close(self, code: int, ending: str) -> None:
         if self.control is not None:
@@ -278,12 +307,13 @@ class Launch:
         if self.lock is not None:
             self.lock.release()
 
-    def _draw_curves(self, rows: Path) -> None:
-        if self.rank == 0 and rows.exists():
+    def _draw_curves(self, path: Path) -> None:
+        rows = read_jsonl(path) if self.rank == 0 and path.exists() else []
+        if rows:
             from pearl.metrics.plot import plot_run
 
             try:
-                plot_run(read_jsonl(rows), self.run_directory / "reward.png", title=self.run_directory.name)
+                plot_run(rows, self.run_directory / "reward.png", title=self.run_directory.name)
             except OSError as error:  # the run itself is done and saved
                 self._say(f"reward.png could not be written: {error}")
 
@@ -329,6 +359,19 @@ class Launch:
                 log.write(f"{datetime.datetime.now():%H:%M:%S} {text}\n")
 
 
+def launcher_answers() -> bool:
+    """False if torchrun's store is closed: it died before we could ask to be told of its death."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        try:
+            socket.create_connection(address, timeout=2.0).close()
+        except ConnectionRefusedError:
+            return False
+    return True
+
+
 def make_run_directory(config: Config) -> Path:
     """Makes `output_dir/recipe-date-time` (with a counter if it exists). LaunchError if it cannot be written."""
     stem = f"{config.recipe or 'run'}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
@@ -345,4 +388,4 @@ def make_run_directory(config: Config) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(rank_main())
+    process.leave(rank_main())

@@ -11,10 +11,14 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def die_with_parent(signum: int = signal.SIGKILL, parent: int | None = None) -> None:
@@ -25,9 +29,24 @@ def die_with_parent(signum: int = signal.SIGKILL, parent: int | None = None) -> 
 
 
 def on_signals(handler: Callable[[int], None]) -> None:
-    """Calls `handler(signum)` for SIGINT and SIGTERM."""
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda number, _frame: handler(number))
+    """Calls `handler(signum)` for SIGINT and SIGTERM, in a thread of its own, one signal after the other.
+
+    The main thread would hear of a signal only when it is back from C, and it may sit in a collective for minutes. To be
+    called in the main thread.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    for signum in SIGNALS:
+        signal.signal(signum, lambda _number, _frame: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def listen() -> None:
+        while True:
+            for number in os.read(reader, 64):
+                if number in SIGNALS:
+                    handler(number)
+
+    threading.Thread(target=listen, name="signals", daemon=True).start()
 
 
 def start(arguments: list[str], log: Path, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen:
@@ -46,22 +65,53 @@ def stop(child: subprocess.Popen, timeout_s: float) -> None:
         child.wait()
 
 
+def leave(code: int) -> NoReturn:
+    """Ends this process now. Taking down torch's threads and groups in order takes seconds, and can wait for peers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def kill(pid: int) -> None:
     """SIGKILL; a process that is gone already is fine."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
+def state(pid: int) -> str:
+    """The letter of proc(5) for a process of this host: "T" stopped, "Z" ended and not waited for; "" if there is none."""
+    fields = _stat(pid)
+    return fields[0] if fields else ""
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process of this host runs (or is stopped); a zombie does not."""
+    return state(pid) not in ("", "Z", "X")
+
+
+def is_orphan(parent: int) -> bool:
+    """Whether `parent`, which was our parent, has died. It counts as such from the end of its main thread on."""
+    return os.getppid() != parent or not is_alive(parent)
+
+
+def children(pid: int) -> list[int]:
+    """The processes whose parent is `pid`."""
+    numbers = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+    return [number for number in numbers if _stat(number)[1:2] == [str(pid)]]
+
+
+def environment(pid: int) -> dict[str, str]:
+    """The variables a process was started with; empty if it is gone or not ours to read."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
-
-
-def tell_terminal(text: str) -> None:
-    """One line to the terminal that this process was started from, if there is one: for a child whose output is a log."""
-    with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
-        terminal.write(text + "\n")
+        return []

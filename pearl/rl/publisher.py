@@ -1,8 +1,9 @@
 """Giving the trainer's weights to the engines: three kinds of ranks, one interface.
 
 Owns one rank's part in a publication and its measurement. It does not know how weights travel or how an engine stages them,
-nor when to publish. Invariants: an engine checks every tensor before the first byte of its weights changes; requests that run
-go on; an engine on another rank takes the new version only once all of them have all of it.
+nor when to publish. Invariants: every tensor is checked before the first byte of an engine's weights changes; requests that
+run go on; an engine takes a new version only once it has all of it. A rank that raises has no part in the next publication:
+its job ends.
 
     publisher.begin(version)                 # at once
     while publisher.poll() is None: ...      # e.g. one engine step
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -24,8 +26,10 @@ from pearl.engine.weights.store import NamedRows
 from pearl.engine.weights.transfer import BUCKET_BYTES, WeightReceiver, WeightSender
 
 Metrics = dict[str, float]
-PAUSE_S = 0.001
-"""How long `wait` leaves the processor to the transfer itself when there is nothing to do."""
+PAUSE_S = 0.0002
+"""How long `wait` leaves the processor to the transfer itself between two polls."""
+TENSORS_A_POLL = 16
+"""How many tensors a training rank that does not send goes through at once."""
 
 
 class Source(Protocol):
@@ -59,7 +63,6 @@ class _Publisher:
     """One publication after another. Subclasses say in `poll` how one moves on."""
 
     version = -1
-    waiting = False
     _began = 0.0
 
     def begin(self, version: int) -> None:
@@ -67,7 +70,7 @@ class _Publisher:
         self.version, self._began = version, time.perf_counter()
 
     def poll(self) -> Metrics | None:
-        """Moves on without waiting for others, by at most one bucket; what was measured once this rank is through.
+        """Moves on without waiting for others, by a few buckets at most; what was measured once this rank is through.
 
         `seconds` since `begin`, `bytes` sent or taken, `commit_s` that running requests were held up. Raises what went wrong;
         then the engine serves what it served before.
@@ -80,8 +83,7 @@ class _Publisher:
         while (metrics := self.poll()) is None:
             if time.monotonic() > deadline:
                 raise CollectiveError(f"publishing version {self.version}: not through within {timeout_s:g} s")
-            if self.waiting:
-                time.sleep(PAUSE_S)
+            time.sleep(PAUSE_S)
         return metrics
 
     def _metrics(self, nbytes: int, commit_s: float) -> Metrics:
@@ -122,8 +124,8 @@ class SendingPublisher(_Publisher):
         self._sender: WeightSender | None = None
         if comm is not None:
             dtype = getattr(torch, trainer.config.engine.dtype)
-            options = {"bucket_bytes": bucket_bytes, "timeout_s": timeout_s}
-            self._sender = WeightSender(comm, trainer.model_config, dtype, **options)
+            config = trainer.model_config
+            self._sender = WeightSender(comm, config, dtype, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
 
     def begin(self, version: int) -> None:
         super().begin(version)
@@ -133,14 +135,13 @@ class SendingPublisher(_Publisher):
 
     def poll(self) -> Metrics | None:
         if self._sender is None:
-            return self._metrics(0, 0.0) if next(self._tensors, None) is None else None
-        through = self._sender.poll()
-        self.waiting = self._sender.waiting
-        return self._metrics(self._sender.nbytes, 0.0) if through else None
+            taken = sum(1 for _ in islice(self._tensors, TENSORS_A_POLL))
+            return self._metrics(0, 0.0) if taken < TENSORS_A_POLL else None
+        return self._metrics(self._sender.nbytes, 0.0) if self._sender.poll() else None
 
 
 class ReceivingPublisher(_Publisher):
-    """A rank that serves: stages one bucket per poll, and commits once all members have all buckets."""
+    """A rank that serves: stages what has come at each poll, and commits once it has everything."""
 
     def __init__(
         self, engine: StagingTarget, comm: Communicator, *, timeout_s: float = 600.0, bucket_bytes: int = BUCKET_BYTES
@@ -163,12 +164,8 @@ class ReceivingPublisher(_Publisher):
 
     def _poll(self) -> Metrics | None:
         rows = self._receiver.poll()
-        self.waiting = self._receiver.waiting
         if rows:
-            try:
-                self._engine.stage_weights(rows, self.version, adopt=True)
-            except ValueError as error:  # all members are to hear of it before it is raised here
-                self._receiver.refuse(error)
+            self._engine.stage_weights(rows, self.version, adopt=True)
         if not self._receiver.finished:
             return None
         start = time.perf_counter()

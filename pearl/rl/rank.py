@@ -34,7 +34,7 @@ from pearl.protocol import (
 )
 
 IDLE_WAIT_S = 0.2
-PUBLISH_POLL_S = 0.002
+PUBLISH_POLL_S = 0.0002
 VERDICT_WAIT_S = 3.0
 
 

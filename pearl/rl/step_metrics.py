@@ -9,6 +9,7 @@ import numpy as np
 from pearl.clock import Clock
 from pearl.protocol import Done
 from pearl.rl.collector import Collector
+from pearl.rl.layout import JobLayout
 from pearl.rl.types import Group
 
 TRAINER_METRICS = (
@@ -51,8 +52,9 @@ def batch_metrics(batch: list[Group], weight_version: int) -> dict[str, Any]:
 class StepMeter:
     """Splits the time of each step: waiting for trajectories, training, publishing, the rest."""
 
-    def __init__(self, clock: Clock, collector: Collector, serving_ranks: int) -> None:
-        self._serving_ranks = serving_ranks
+    def __init__(self, clock: Clock, collector: Collector, layout: JobLayout) -> None:
+        self._serving_ranks = len(layout.serving)
+        self._takes_turns = layout.takes_turns
         self._clock = clock
         self._collector = collector
         self._began = clock.now()
@@ -60,6 +62,7 @@ class StepMeter:
         self._collected = self._began
         self._counts = dict(collector.counts)
         self._engine_s = collector.engine_seconds
+        self._env_s = collector.env_seconds
 
     def collected(self) -> None:
         """The batch is complete; training begins."""
@@ -73,6 +76,8 @@ class StepMeter:
         counts = {name: count - self._counts[name] for name, count in self._collector.counts.items()}
         total, rollout_s = now - self._began, self._collected - self._began
         engine_s = self._collector.engine_seconds - self._engine_s
+        env_s = self._collector.env_seconds - self._env_s
+        work_s = engine_s + env_s + trained.seconds + publish_s + eval_s
         row: dict[str, Any] = {
             "time_s": total,
             "elapsed_s": now - self._first,
@@ -82,6 +87,8 @@ class StepMeter:
             "eval_s": eval_s,
             "other_s": total - rollout_s - trained.seconds - publish_s - eval_s,
             "engine_s": engine_s,
+            "env_s": env_s,
+            "overhead_s": max(0.0, total - work_s) if self._takes_turns else None,
             "train_busy": trained.seconds / total,
             "serve_busy": engine_s / total / self._serving_ranks,
             "publish_pause_s": max(pauses),
@@ -90,5 +97,6 @@ class StepMeter:
             "prefix_hit_rate": counts["cached_tokens"] / max(1, counts["prompt_tokens"]),
         }
         row |= {name: trained.metrics.get(name) for name in TRAINER_METRICS}
-        self._began, self._counts, self._engine_s = now, dict(self._collector.counts), self._collector.engine_seconds
+        self._began, self._counts = now, dict(self._collector.counts)
+        self._engine_s, self._env_s = self._collector.engine_seconds, self._collector.env_seconds
         return row

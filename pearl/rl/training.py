@@ -37,6 +37,10 @@ EVAL_SEEDS = 1_000_000_000
 TRAINER_FOLDER = "trainer"
 """The part of a checkpoint that the training ranks write."""
 
+FAILURES_IN_A_ROW = 64
+"""So many failed trajectories (or a whole batch of them, if that is more) with no other in between end the run: an
+environment that can only fail would be started again for ever."""
+
 SEED_STRIDE = 1_000_000
 """Training group k of a run with seed s plays environment seed s * SEED_STRIDE + k (modulo EVAL_SEEDS)."""
 
@@ -78,7 +82,9 @@ class TrainingRun:
         self._evaluated: list[Trajectory] = []
         self._started = 0
         self._step = 0
+        self._record_step = 1
         self._version = 0
+        self._failed_in_a_row = 0
         self._admitting = False
 
     # ------------------------------------------------------------------------------------------------- the order
@@ -94,7 +100,7 @@ class TrainingRun:
         self._driver.carry_out(lambda number: Publish(number=number, version=self._version), everyone)
         self._driver.carry_out(lambda number: Serve(number=number), self._driver.layout.serving)
         self._admitting = True
-        meter = StepMeter(self._driver.clock, self._collector, len(self._driver.layout.serving))
+        meter = StepMeter(self._driver.clock, self._collector, self._driver.layout)
         for step in range(self._step + 1, config.max_steps + 1):
             batch = self._collect()
             meter.collected()
@@ -108,6 +114,7 @@ class TrainingRun:
             self._driver.report(row)
             if config.save_steps and (step % config.save_steps == 0 or step == config.max_steps):
                 self._save()
+            self._record_step = step + 1  # not before: what a checkpoint of this step holds must survive a rewind to it
         self._train_command(lambda number: Export(number=number, path=str(self._driver.run / "policy")))
         return self._summary()
 
@@ -119,6 +126,7 @@ class TrainingRun:
         state = load(checkpoint)
         self.buffer, unplayed = restore(state)
         self._step, self._version, self._started = state.step, state.weight_version, state.started
+        self._record_step = state.step + 1
         self._successes = list(state.successes)
         self._collector.counts.update({name: int(count) for name, count in state.counters.items()})
         self._train_command(lambda number: Restore(number=number, path=str(checkpoint / TRAINER_FOLDER)))
@@ -252,15 +260,23 @@ class TrainingRun:
             self._collector.start(name, group_id=group_id, env_seed=env_seed, purpose="train")
 
     def _file(self, trajectory: Trajectory) -> None:
-        self._episodes.write({"step": self._step + 1} | _record(trajectory))
+        self._episodes.write({"step": self._record_step} | _record(trajectory))
         if trajectory.group_id < 0:
             self._evaluated.append(trajectory)
-        elif trajectory.outcome == "failed" and self._may_retry(trajectory):
+            return
+        self._check_failures(trajectory)
+        if trajectory.outcome == "failed" and self._may_retry(trajectory):
             name = f"{trajectory.trajectory_id}r"
             self.buffer.retry(trajectory, name)
             self._collector.start(name, group_id=trajectory.group_id, env_seed=trajectory.env_seed, purpose="train")
         else:
             self.buffer.finish(trajectory)
+
+    def _check_failures(self, trajectory: Trajectory) -> None:
+        """RuntimeError when nothing but failures comes back."""
+        self._failed_in_a_row = self._failed_in_a_row + 1 if trajectory.outcome == "failed" else 0
+        if self._failed_in_a_row >= max(FAILURES_IN_A_ROW, self.config.rollout_batch_size):
+            raise RuntimeError(f"{self._failed_in_a_row} trajectories in a row failed, the last with: {trajectory.error}")
 
     def _may_retry(self, trajectory: Trajectory) -> bool:
         return trajectory.trajectory_id.count("r") < self.config.env.retries
@@ -293,7 +309,7 @@ class TrainingRun:
 
 
 def _record(trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory as one line of trajectories.jsonl: text for people, ids for machines."""
+    """A trajectory as one line of trajectories.jsonl: text for people, ids for machines. Its `step` is when it ended."""
     return {
         "trajectory_id": trajectory.trajectory_id,
         "env_seed": trajectory.env_seed,

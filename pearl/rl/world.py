@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +23,8 @@ from pearl.rl.layout import JobLayout
 from pearl.rl.publisher import LocalPublisher, ReceivingPublisher, SendingPublisher
 from pearl.rl.rank import Publisher
 from pearl.rl.trainer import Trainer
+
+MEET_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +44,44 @@ class Parts:
     publisher: Publisher
 
 
-def join(timeout_s: float) -> dist.Store:
-    """Makes the one WORLD process group of the job from torchrun's environment; returns the job's store."""
+def join(timeout_s: float, missing: Callable[[list[int]], None] = lambda ranks: None) -> dist.Store:
+    """Makes the one WORLD process group of the job from torchrun's environment; returns the job's store.
+
+    `missing` is told, at once and whenever that changes, which ranks have not come yet. RuntimeError names them.
+    """
     timeout = datetime.timedelta(seconds=timeout_s)
-    store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = _rendezvous(rank, world, timeout)
     store.set_timeout(timeout)
+    _meet(dist.PrefixStore("here", store), rank, world, timeout_s, missing)
     dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=world, timeout=timeout)
     return dist.PrefixStore("job", store)
+
+
+def _rendezvous(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
+    """The launcher's own store, or without one that of rank 0, which does not wait in silence for the others to connect."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(iter(dist.rendezvous("env://", timeout=timeout)))[0]
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not host or not port:
+        raise ValueError(f"MASTER_ADDR={host!r}, MASTER_PORT={port!r}: must be set; start with torchrun, or with `pearl run`")
+    return dist.TCPStore(host, int(port), world, rank == 0, timeout, wait_for_workers=False)
+
+
+def _meet(store: dist.Store, rank: int, world: int, timeout_s: float, missing: Callable[[list[int]], None]) -> None:
+    """Returns once all ranks have called this."""
+    store.set(str(rank), "")
+    left, told = list(range(world)), None
+    deadline = time.monotonic() + timeout_s
+    while left := [other for other in left if not store.check([str(other)])]:
+        if left != told:
+            missing(left)
+            told = left
+        if time.monotonic() > deadline:
+            names = ", ".join(map(str, left))
+            raise RuntimeError(f"rank {names} of {world} did not come within {timeout_s:g} s")
+        time.sleep(MEET_POLL_S)
+    missing([])
 
 
 def make_groups(layout: JobLayout, rank: int, timeout_s: float) -> Groups:

@@ -1,7 +1,9 @@
-"""Transfers between members of a gloo group: bit for bit, bounded, and refused by all members or by none."""
+"""Transfers between members of a gloo group: bit for bit, bounded, one broadcast per bucket, and refused in the same words."""
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -45,7 +47,7 @@ def tensors(seed: int) -> Named:
     return [(name, torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()]
 
 
-def drive(comm: GroupCommunicator, transfer: WeightSender | WeightReceiver, take: Callable | None = None) -> dict[str, Tensor]:
+def drive(transfer: WeightSender | WeightReceiver) -> dict[str, Tensor]:
     """Polls to the end; what a receiver got, put together."""
     got: dict[str, list[Tensor]] = {}
     for _ in range(20_000):
@@ -55,8 +57,6 @@ def drive(comm: GroupCommunicator, transfer: WeightSender | WeightReceiver, take
             for name, rows, start in transfer.poll():
                 assert start == sum(len(part) for part in got.setdefault(name, []))
                 got[name].append(rows.clone())
-                if take is not None:
-                    take(transfer, name)
         if transfer.finished:
             return {name: torch.cat(parts) for name, parts in got.items()}
         if transfer.waiting:
@@ -77,17 +77,17 @@ def begin(transfer: WeightSender | WeightReceiver, version: int, source: Change 
         transfer.begin(version, present)
 
 
-def failure(comm: GroupCommunicator, transfer: WeightSender | WeightReceiver, take: Callable | None = None) -> str:
+def failure(transfer: WeightSender | WeightReceiver) -> str:
     with pytest.raises(ValueError) as caught:
-        drive(comm, transfer, take)
+        drive(transfer)
     return str(caught.value)
 
 
-def goes_on(comm: GroupCommunicator, transfer: WeightSender | WeightReceiver, version: int) -> bool:
+def goes_on(transfer: WeightSender | WeightReceiver, version: int) -> bool:
     """Whether the same objects on the same group then carry a version as if nothing had been."""
     begin(transfer, version)
-    got = drive(comm, transfer)
-    return comm.rank == 0 or all(torch.equal(got[name], tensor) for name, tensor in tensors(version))
+    got = drive(transfer)
+    return isinstance(transfer, WeightSender) or all(torch.equal(got[name], tensor) for name, tensor in tensors(version))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -98,22 +98,55 @@ def test_the_bits_arrive_in_the_sender_s_conversion(dtype: torch.dtype, bucket_b
         assert (len(transfer._buckets) > 2 * BUFFERS) is (bucket_bytes == BUCKET)
         for version in (3, 4, 9):
             begin(transfer, version)
-            got = drive(comm, transfer)
+            got = drive(transfer)
             expected = {name: tensor.to(dtype) for name, tensor in tensors(version)}
             if comm.rank:
                 assert list(got) == list(expected)
                 assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
             assert transfer.nbytes >= sum(tensor.nbytes for tensor in expected.values())
-            assert all(buffer.nbytes <= bucket_bytes + 16 for buffer in transfer._buffers)
-            memory = sum(buffer.nbytes for buffer in transfer._buffers)
-            assert memory <= (transfer.nbytes + 16 * len(transfer._buckets) if comm.rank else BUFFERS * (bucket_bytes + 16))
+            memory = {message.whole.data_ptr() for message in transfer._messages}
+            assert len(memory) == (len(transfer._buckets) if comm.rank else min(BUFFERS, len(transfer._buckets)))
+            seen.add((comm.rank, *memory))
         return True
 
+    seen: set[tuple[int, ...]] = set()  # the memory does not change from one transfer to the next
     assert run_members(3, work) == [True] * 3
+    assert len(seen) == 3
+
+
+class Counting(GroupCommunicator):
+    """Counts what is asked of the group."""
+
+    def __init__(self, group: object) -> None:
+        super().__init__(group)
+        self.sums, self.sizes = 0, []
+
+    def all_reduce_sum_async(self, tensor: Tensor, what: str = "") -> Pending:
+        self.sums += 1
+        return super().all_reduce_sum_async(tensor, what)
+
+    def broadcast_async(self, tensor: Tensor, src: int, what: str = "") -> Pending:
+        self.sizes.append(tensor.nbytes)
+        return super().broadcast_async(tensor, src, what)
+
+
+@pytest.mark.parametrize("bucket_bytes", [BUCKET, 1 << 20])
+def test_one_broadcast_per_bucket_and_plans_are_compared_once(bucket_bytes: int) -> None:
+    def work(comm: GroupCommunicator) -> tuple[int, int, bool]:
+        counting = Counting(comm.group)
+        transfer = make(counting, bucket_bytes=bucket_bytes)
+        for version in range(1, 5):
+            begin(transfer, version)
+            drive(transfer)
+        return counting.sums, len(counting.sizes), sum(counting.sizes) == 4 * transfer.nbytes
+
+    buckets = len(make(SingleCommunicator(), bucket_bytes=bucket_bytes)._buckets)
+    assert buckets == 1 or bucket_bytes == BUCKET
+    assert run_members(3, work) == [(1, 4 * buckets, True)] * 3
 
 
 def test_tensors_are_taken_one_after_the_other_as_they_are_sent() -> None:
-    """A slow receiver holds the source back: no more than the buffers' buckets are taken ahead of it."""
+    """A slow receiver holds the source back: no more than some buffers' buckets are taken ahead of it."""
     taken: list[str] = []
 
     def source(named: Named) -> Iterator[tuple[str, Tensor]]:
@@ -125,15 +158,16 @@ def test_tensors_are_taken_one_after_the_other_as_they_are_sent() -> None:
         transfer, most = make(comm), 0
         begin(transfer, 1, source)
         if comm.rank == 0:
-            drive(comm, transfer)
+            drive(transfer)
             return len(taken)
         names = [[piece.hf_name for piece in bucket.pieces] for bucket in transfer._buckets]
         seen = 0
         while not transfer.finished:
-            if transfer.poll():
-                seen += 1
+            if rows := transfer.poll():
+                last = max(index for index, bucket in enumerate(names) if rows[-1][0] in bucket)
+                seen = max(seen, last + 1)
                 time.sleep(0.005)
-                ahead = {name for bucket in names[: seen + 2 * BUFFERS] for name in bucket}
+                ahead = {name for bucket in names[: seen + 3 * BUFFERS] for name in bucket}
                 most = max(most, len(set(taken) - ahead))
         return most
 
@@ -164,40 +198,43 @@ BAD_SOURCES: dict[str, tuple[Change, str]] = {
     "last missing": (lambda named: named[:-1], f"{NAMES[LAST]}: is due, the end came"),
     "one more": (lambda named: [*named, ("x", torch.zeros(2))], "x: came after the last tensor of the model"),
     "raises": (_breaks(7), "the disk is gone"),
+    "not finite": (
+        _with(LAST - 1, lambda name, t: (name, t.index_fill(0, torch.tensor(1), math.inf))),
+        f"{NAMES[LAST - 1]}: 1 of 16 values are not finite in torch.float32",
+    ),
+    "not a number, in a part": (
+        _with(0, lambda name, t: (name, t.index_fill(0, torch.tensor(90), math.nan))),
+        f"{NAMES[0]}: 16 of ",
+    ),
 }
 
 
+@pytest.mark.parametrize("bucket_bytes", [BUCKET, 1 << 20])
 @pytest.mark.parametrize("case", BAD_SOURCES)
-def test_a_sender_that_gives_up_is_heard_by_all(case: str) -> None:
+def test_a_sender_that_gives_up_is_heard_by_all(case: str, bucket_bytes: int) -> None:
     source, words = BAD_SOURCES[case]
 
     def work(comm: GroupCommunicator) -> tuple[str, bool]:
-        transfer = make(comm)
+        transfer = make(comm, bucket_bytes=bucket_bytes)
         begin(transfer, 1, source)
         with pytest.raises(OSError if comm.rank == 0 and case == "raises" else ValueError) as caught:
-            drive(comm, transfer)
+            drive(transfer)
         assert not transfer.finished
-        return str(caught.value), goes_on(comm, transfer, 2)
+        return str(caught.value), goes_on(transfer, 2)
 
-    (own, fine), *others = run_members(3, work)
-    assert fine and own.startswith(words)
-    assert others == [(f"version 1: refused by member 0: {own}", True)] * 2
+    results = run_members(3, work)
+    assert results == [results[0]] * 3
+    assert results[0][0].startswith(words) and results[0][1]
 
 
-@pytest.mark.parametrize("at", [0, 6, LAST])
-def test_a_receiver_that_refuses_is_heard_by_all(at: int) -> None:
-    def take(transfer: WeightReceiver, name: str) -> None:
-        if name == NAMES[at]:
-            transfer.refuse(ValueError(f"{name}: 1 of 2 values are not finite"))
-
-    def work(comm: GroupCommunicator) -> tuple[str, bool]:
+def test_values_whose_sum_is_infinite_are_finite() -> None:
+    def work(comm: GroupCommunicator) -> bool:
         transfer = make(comm)
-        begin(transfer, 1)
-        return failure(comm, transfer, take if comm.rank == 2 else None), goes_on(comm, transfer, 2)
+        begin(transfer, 1, _with(0, lambda name, t: (name, torch.full_like(t, 3e38))))
+        got = drive(transfer)
+        return comm.rank == 0 or bool((got[NAMES[0]] == torch.tensor(3e38)).all())
 
-    words = f"{NAMES[at]}: 1 of 2 values are not finite"
-    others = (f"version 1: refused by member 2: {words}", True)
-    assert run_members(3, work) == [others, others, (words, True)]
+    assert run_members(2, work) == [True] * 2
 
 
 class Flipping(GroupCommunicator):
@@ -214,42 +251,71 @@ class Flipping(GroupCommunicator):
         return pending
 
 
-def test_a_changed_bit_is_seen() -> None:
-    def work(comm: GroupCommunicator) -> tuple[str, bool]:
-        transfer = make(Flipping(comm.group) if comm.rank == 1 else comm)
+def test_a_changed_bit_is_seen_and_ends_that_receiver() -> None:
+    """It hands nothing on and can take no part any more; the others wait for it as for a lost member."""
+
+    def work(comm: GroupCommunicator) -> tuple[str, str]:
+        if comm.rank != 1:
+            transfer = make(comm, timeout_s=0.5)
+            begin(transfer, 1)
+            with pytest.raises(CollectiveError) as caught:
+                drive(transfer)
+            return str(caught.value), ""
+        transfer = make(Flipping(comm.group))
         begin(transfer, 1)
-        return failure(comm, transfer), goes_on(comm, transfer, 2)
+        said = failure(transfer)
+        with pytest.raises(CollectiveError) as again:
+            begin(transfer, 2)
+        time.sleep(1.0)
+        return said, str(again.value)
 
     results = run_members(3, work)
-    words = f"version 1: bucket 2 of {len(make(SingleCommunicator())._buckets)} from member 0 to 1, 2: the checksum differs"
-    others = (f"version 1: refused by member 1: {words}", True)
-    assert results == [others, (words, True), others]
+    count = len(make(SingleCommunicator())._buckets)
+    words = f"version 1: bucket 2 of {count} from member 0 to 1, 2: the checksum differs"
+    assert results[1] == (words, f"version 2: this group cannot be used any more since {words}")
+    assert all(said.startswith("version 1: waited 0.5 s for bucket ") for said, _ in (results[0], results[2]))
+
+
+def test_another_version_is_refused() -> None:
+    def work(comm: GroupCommunicator) -> str:
+        transfer = make(comm, bucket_bytes=1 << 20)
+        begin(transfer, 5 if comm.rank == 0 else 6)
+        return "" if comm.rank == 0 and not drive(transfer) else failure(transfer)
+
+    assert run_members(2, work) == ["", "version 6: bucket 1 of 1 from member 0 to 1: version 5 came"]
+
+
+def test_a_version_that_is_not_newer_is_refused_before_anything_is_posted() -> None:
+    def work(comm: GroupCommunicator) -> bool:
+        transfer = make(comm)
+        if comm.rank:
+            with pytest.raises(ValueError, match=r"version=5: must be greater than 5, the present version"):
+                begin(transfer, 5, present=5)
+        return goes_on(transfer, 6)
+
+    assert run_members(2, work) == [True] * 2
 
 
 OTHER = replace(CONFIG, intermediate_size=32)
-MISMATCHES: dict[str, tuple[dict, int, int, str]] = {
-    "version": ({}, 6, -1, "version 5: member 0 sends it, member 2 awaits version 6"),
-    "not newer": ({}, 5, 5, "version=5: must be greater than 5, the present version of member 2"),
-    "dtype": ({"dtype": torch.bfloat16}, 5, -1, "version 5: member 0 sends torch.float32, member 2 takes torch.bfloat16"),
-    "model": ({"config": OTHER}, 5, -1, f"version 5: the tensors of member 0 ({len(SHAPES)} in"),
-    "buckets": ({"bucket_bytes": 4096}, 5, -1, f"version 5: the tensors of member 0 ({len(SHAPES)} in"),
+MISMATCHES: dict[str, tuple[dict, str]] = {
+    "dtype": ({"dtype": torch.bfloat16}, "version 5: member 0 sends torch.float32, member 2 takes torch.bfloat16"),
+    "model": ({"config": OTHER}, f"version 5: the tensors of member 0 ({len(SHAPES)} in"),
+    "buckets": ({"bucket_bytes": 4096}, f"version 5: the tensors of member 0 ({len(SHAPES)} in"),
 }
 
 
 @pytest.mark.parametrize("case", MISMATCHES)
-def test_what_does_not_fit_is_refused_in_the_same_words_before_anything_is_sent(case: str) -> None:
-    options, version, present, words = MISMATCHES[case]
+def test_plans_that_differ_are_refused_in_the_same_words_before_anything_is_sent(case: str) -> None:
+    options, words = MISMATCHES[case]
 
     def never(named: Named) -> Iterator[tuple[str, Tensor]]:
         raise AssertionError("a tensor was asked for")
         yield from named
 
     def work(comm: GroupCommunicator) -> tuple[str, bool]:
-        odd = comm.rank == 2
-        transfer = make(comm, **(options if odd else {}))
-        begin(transfer, version if odd else 5, never, present if odd else 4)
-        said = failure(comm, transfer)
-        return said, goes_on(comm, transfer if not options else make(comm), 7)
+        transfer = make(comm, **(options if comm.rank == 2 else {}))
+        begin(transfer, 5, never)
+        return failure(transfer), goes_on(make(comm), 7)
 
     results = run_members(3, work)
     assert results == [results[0]] * 3
@@ -265,7 +331,7 @@ def test_a_member_that_does_not_come_is_waited_for_so_long() -> None:
         begin(transfer, 1)
         start = time.monotonic()
         with pytest.raises(CollectiveError) as late:
-            drive(comm, transfer)
+            drive(transfer)
         waited = time.monotonic() - start
         with pytest.raises(CollectiveError) as again:
             begin(transfer, 2)
@@ -273,7 +339,7 @@ def test_a_member_that_does_not_come_is_waited_for_so_long() -> None:
 
     waited, late, again = run_members(2, work)[0]
     assert 0.25 < waited < 1.4
-    assert late == "version 1: waited 0.3 s for all members to begin"
+    assert late == "version 1: waited 0.3 s for all members to compare what they send and take"
     assert again == f"version 2: this group cannot be used any more since {late}"
 
 
@@ -287,11 +353,12 @@ def test_a_member_that_stalls_on_the_way_is_waited_for_so_long() -> None:
             time.sleep(1.5)
             return ""
         with pytest.raises(CollectiveError) as caught:
-            drive(comm, transfer)
+            drive(transfer)
         return str(caught.value)
 
     count = len(make(SingleCommunicator())._buckets)
-    assert run_members(2, work)[0] == f"version 1: waited 0.4 s for bucket 4 of {count} from member 0 to 1"
+    said = run_members(2, work)[0]
+    assert re.fullmatch(rf"version 1: waited 0\.4 s for bucket \d+ of {count} from member 0 to 1", said)
 
 
 def test_one_at_a_time_and_a_group_of_one() -> None:

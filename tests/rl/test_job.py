@@ -5,31 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
+from job_cases import ROOT, environment, python, settings, start
 
 from pearl.config import from_json
 from pearl.metrics.jsonl import read_jsonl
-
-ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["rollout_batch_size=16", "group_size=4", "optimizer.mini_batch_size=8", "warmup.steps=3", "warmup.episodes=4"]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "-m", "pearl.rl.launch", "quickstart"]
-
-
-def settings(run_root, *extra):
-    return [part for value in [*SMALL, f"output_dir={run_root}", *extra] for part in ("--set", value)]
-
-
-def environment():
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-
-
-def python(*arguments, timeout=120):
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout, check=False
-    )
 
 
 @pytest.fixture(scope="module")
@@ -131,95 +112,33 @@ def test_a_bad_setting_is_refused_before_anything_starts(tmp_path, setting, word
     assert list(tmp_path.iterdir()) == []
 
 
-def descendants(pid):
-    """Process ids below `pid`, by /proc."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-    below, found = {pid}, set()
-    while below:
-        below = {child for child, parent in parents.items() if parent in below} - found
-        found |= below
-    return found
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_for_text(log, text, seconds):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if text in log.read_text():
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"{text!r} did not appear in {seconds} s:\n{log.read_text()}")
-
-
 @pytest.mark.parametrize(
     ("signum", "phase"),
     [(signal.SIGINT, "run directory"), (signal.SIGINT, "warm-up"), (signal.SIGINT, "step "), (signal.SIGTERM, "step ")],
     ids=["ctrl-c while starting", "ctrl-c in warm-up", "ctrl-c in a step", "terminated in a step"],
 )
 def test_a_signal_ends_everything_in_time_and_leaves_nothing(tmp_path, signum, phase):
-    log = tmp_path / "out.txt"
-    extra = ["max_steps=1000", "warmup.steps=60" if phase == "warm-up" else "warmup.steps=1"]
-    with log.open("w") as output:
-        job = subprocess.Popen(
-            [sys.executable, *TORCHRUN, *settings(tmp_path / "runs", *extra)],
-            cwd=ROOT, env=environment(), stdout=output, stderr=output, start_new_session=True,
-        )  # fmt: skip
-    try:
-        wait_for_text(log, phase, 60)
-        family = descendants(job.pid)
-        started = time.monotonic()
+    steps = "warmup.steps=60" if phase == "warm-up" else "warmup.steps=1"
+    with start(tmp_path, "max_steps=1000", steps) as job:
+        job.wait_for(phase, 60)
         if signum == signal.SIGINT:
-            os.killpg(job.pid, signum)  # as a terminal does
+            os.killpg(job.process.pid, signum)  # as a terminal does
         else:
-            os.kill(job.pid, signum)
-        code = job.wait(20)
-        assert time.monotonic() - started < 15
-        assert code != 0
-        deadline = time.monotonic() + 3
-        while any(map(alive, family)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert [pid for pid in family if alive(pid)] == []
-    finally:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
+            os.kill(job.process.pid, signum)
+        assert job.wait_until_gone(15) is not None, job.family()
+        assert job.process.wait() != 0
+        assert job.output().count(f"interrupted by {signum.name}") == 1
 
 
 @pytest.mark.parametrize("victim", ["controller", "torchrun"])
 def test_a_killed_process_ends_the_job_and_leaves_nothing(tmp_path, victim):
-    log = tmp_path / "out.txt"
-    with log.open("w") as output:
-        job = subprocess.Popen(
-            [sys.executable, *TORCHRUN, *settings(tmp_path / "runs", "max_steps=1000", "warmup.steps=0")],
-            cwd=ROOT, env=environment(), stdout=output, stderr=output, start_new_session=True,
-        )  # fmt: skip
-    try:
-        wait_for_text(log, "step ", 60)
-        family = descendants(job.pid)
-        commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in family}
-        [controller] = [pid for pid, command in commands.items() if "pearl.rl.controller" in command]
-        os.kill(controller if victim == "controller" else job.pid, signal.SIGKILL)
-        assert job.wait(20) != 0
-        deadline = time.monotonic() + 15
-        while any(map(alive, family)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert [pid for pid in family if alive(pid)] == []
-        if victim == "controller":
-            assert log.read_text().count("the controller ended with exit code -9") == 1
-    finally:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
+    with start(tmp_path, "max_steps=1000", "warmup.steps=0") as job:
+        job.wait_for("step ", 60)
+        os.kill(job.pid_of(victim), signal.SIGKILL)
+        assert job.wait_until_gone(15) is not None, job.family()
+        assert job.process.wait() != 0
+        reason = "the controller ended with exit code -9" if victim == "controller" else "the launcher is gone"
+        assert job.output().count(reason) == 1, job.output()
 
 
 def test_the_environment_of_the_docs_trains(tmp_path):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pearl.engine.kernels.interface import Kernels
 from pearl.engine.models.config import ModelConfig
-from pearl.engine.models.params import ParamSpec, Part, param_specs
+from pearl.engine.models.params import ParamSpec, param_specs
 from pearl.engine.weights.checkpoint import EMBEDDING, HEAD, is_derived, listed
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -35,12 +35,13 @@ class WeightStore:
         if wrong:
             raise ValueError(f"params: missing or mis-shaped: {listed(wrong)}")
         self._specs, self._params, self._kernels = specs, params, kernels
-        self._parts: dict[str, tuple[ParamSpec, Part]] = {part.hf_name: (spec, part) for spec in specs for part in spec.parts}
+        self._parts = {part.hf_name: (spec, part, spec.part_shape(part)) for spec in specs for part in spec.parts}
         self._tied = config.tie_embeddings
         self._version = -1
         self._staged: dict[str, Tensor] = {}
         self._spare: dict[str, Tensor] = {}
-        self._adopted: dict[str, list[tuple[int, Tensor]]] = {}
+        self._adopted: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
+        """For each parameter: number of the first row, where the rows live, and the rows given."""
         self._adopts = False
         self._rows: dict[str, int] = {}
         self._tied_head: Tensor | None = None
@@ -66,9 +67,10 @@ class WeightStore:
         """Adds (Hugging Face name, tensor) pairs to the copy of `version`: in any order, in one call or in many.
 
         A tensor may also come as (name, some rows, number of the first), its rows in ascending order. With `adopt` the given
-        memory itself is the staged copy: of the live dtype and device, and left alone until commit or discard.
-        ValueError names the first tensor that is unknown, doubled, mis-shaped, not floating point or not finite (after the
-        conversion to the live dtype); then all that was staged is discarded. The live weights are not touched.
+        memory itself is the staged copy: of the live dtype and device, known to be finite, and left alone until commit or
+        discard. ValueError names the first tensor that is unknown, doubled, mis-shaped, not floating point or (unless adopted)
+        not finite after the conversion to the live dtype; then all that was staged is discarded. The live weights are not
+        touched.
         """
         self._open(version, adopt)
         try:
@@ -84,14 +86,17 @@ class WeightStore:
         version = self._staged_version
         if version is None:
             raise ValueError("commit: nothing is staged")
-        missing = [name for name, (_, part) in self._parts.items() if self._rows.get(name, 0) < part.size]
+        missing = [name for name, (_, part, _) in self._parts.items() if self._rows.get(name, 0) < part.size]
         if missing:
             raise ValueError(f"version {version}: {len(missing)} of {len(self._parts)} tensors are missing: {listed(missing)}")
         if self._tied_head is not None and not torch.equal(self._tied_head, self._staged[self._parts[EMBEDDING][0].name]):
             self.discard()
             raise ValueError(f"version {version}: {HEAD} differs from {EMBEDDING}, but the model ties them")
-        for spec in self._specs:
-            self._write(spec)
+        if self._adopts:
+            self._write_adopted()
+        else:
+            for name, staged in self._staged.items():
+                self._params[name].copy_(self._kernels.pack(staged))
         kept = self._staged if self.ready else {}
         self._version = version
         self.discard()
@@ -102,18 +107,18 @@ class WeightStore:
         self._staged, self._spare, self._adopted, self._rows = {}, {}, {}, {}
         self._tied_head = self._staged_version = None
 
-    def _write(self, spec: ParamSpec) -> None:
-        """Copies one parameter from where it is staged to where it lives."""
-        live, kernels = self._params[spec.name], self._kernels
-        if not self._adopts:
-            live.copy_(kernels.pack(self._staged[spec.name]))
-            return
-        adopted = self._adopted[spec.name]
-        if kernels.pack(adopted[0][1]) is adopted[0][1]:  # nothing to pack: rows go where they belong
-            for start, rows in adopted:
-                live[start : start + len(rows)].copy_(rows)
-        else:
-            live.copy_(kernels.pack(torch.cat([rows for _, rows in sorted(adopted, key=lambda entry: entry[0])])))
+    def _write_adopted(self) -> None:
+        """Copies the given memory to where the parameters live; all that needs no packing in one call."""
+        targets, sources = [], []
+        for name, pieces in self._adopted.items():
+            if self._kernels.pack(pieces[0][2]) is pieces[0][2]:
+                targets += [target for _, target, _ in pieces]
+                sources += [rows for _, _, rows in pieces]
+            else:
+                in_order = sorted(pieces, key=lambda piece: piece[0])
+                self._params[name].copy_(self._kernels.pack(torch.cat([rows for _, _, rows in in_order])))
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
     def _open(self, version: int, adopt: bool) -> None:
         if type(version) is not int:
@@ -129,54 +134,69 @@ class WeightStore:
     def _take(self, name: str, tensor: Tensor, start: int | None = None) -> None:
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise ValueError(f"tensors: has ({name!r}, {type(tensor).__name__}), must be pairs of a name and a torch.Tensor")
-        if is_derived(name):
+        if name not in self._parts:
+            if not is_derived(name):
+                self._take_tied_head(name, tensor, start)
             return
-        tied_head = self._tied and name == HEAD and start is None and not self._adopts
-        if not tied_head and name not in self._parts:
-            raise ValueError(f"{name}: the model has no such tensor")
-        spec, part = self._parts[EMBEDDING if tied_head else name]
-        first = self._check_rows(name, tensor, spec.part_shape(part), start)
-        if tensor.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"{name}: dtype {tensor.dtype}, must be one of {', '.join(map(str, FLOAT_DTYPES))}")
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            raise ValueError(f"{name}: must be a dense tensor with data")
+        spec, part, shape = self._parts[name]
+        first = self._check(name, tensor, shape, start)
+        last = first + tensor.shape[0]
         if self._adopts:
-            live = self._params[spec.name]
-            if (tensor.dtype, tensor.device) != (live.dtype, live.device):
-                raise ValueError(f"{name}: {tensor.dtype} on {tensor.device}, only {live.dtype} on {live.device} can be adopted")
-            target = tensor.detach()
-            self._adopted.setdefault(spec.name, []).append((part.start + first, target))
+            self._adopt(name, tensor, spec, part.start + first, part.start + last)
         else:
-            target = self._copy_of(spec, tied_head)[part.start + first :][: len(tensor)]
-            target.copy_(tensor)
+            self._copy(name, tensor, self._memory_of(spec)[part.start + first : part.start + last])
+        self._rows[name] = last
+
+    def _take_tied_head(self, name: str, tensor: Tensor, start: int | None) -> None:
+        """The one tensor beside the model's own that may come: the head where it is tied, held back for a comparison."""
+        if name != HEAD or not self._tied or self._adopts or start is not None:
+            raise ValueError(f"{name}: the model has no such tensor")
+        spec, _, shape = self._parts[EMBEDDING]
+        self._rows[name] = self._check(name, tensor, shape) + len(tensor)
+        self._tied_head = torch.empty_like(self._params[spec.name])
+        self._copy(name, tensor, self._tied_head)
+
+    def _adopt(self, name: str, rows: Tensor, spec: ParamSpec, first: int, last: int) -> None:
+        live = self._params[spec.name]
+        if rows.dtype is not live.dtype or rows.device != live.device:
+            raise ValueError(f"{name}: adopt=True takes {live.dtype} on {live.device}, not {rows.dtype} on {rows.device}")
+        target = live if last - first == spec.shape[0] else live[first:last]
+        self._adopted.setdefault(spec.name, []).append((first, target, rows))
+
+    def _copy(self, name: str, tensor: Tensor, target: Tensor) -> None:
+        target.copy_(tensor)
         # The least and the greatest value carry any NaN or infinity: one pass, no mask.
         if not all(bool(torch.isfinite(edge)) for edge in torch.aminmax(target)):
             count = int((~torch.isfinite(target)).sum())
             raise ValueError(f"{name}: {count} of {target.numel()} values are not finite in {target.dtype}")
-        self._rows[name] = first + len(tensor)
+
+    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], start: int | None = None) -> int:
+        """The number of the first row that arrives, once shape, dtype and layout are found right."""
+        first = self._check_rows(name, tensor, shape, start)
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"{name}: dtype {tensor.dtype}, must be one of {', '.join(map(str, FLOAT_DTYPES))}")
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise ValueError(f"{name}: must be a dense tensor with data")
+        return first
 
     def _check_rows(self, name: str, tensor: Tensor, shape: tuple[int, ...], start: int | None) -> int:
         """The number of the first row that arrives: 0, or `start` if that is the one due."""
-        due, present = self._rows.get(name, 0), tuple(tensor.shape)
+        due, present = self._rows.get(name, 0), tensor.shape
         if start is None:
             if due:
                 raise ValueError(f"{name}: arrived twice for version {self._staged_version}")
             if present != shape:
-                raise ValueError(f"{name}: shape {present}, must be {shape}")
+                raise ValueError(f"{name}: shape {tuple(present)}, must be {shape}")
             return 0
         if present[1:] != shape[1:] or not present or not 0 < present[0] <= shape[0] - due:
-            raise ValueError(f"{name}: rows of shape {present}, must be 1 to {shape[0] - due} rows of {shape}")
+            raise ValueError(f"{name}: rows of shape {tuple(present)}, must be 1 to {shape[0] - due} rows of {shape}")
         if start != due:
             raise ValueError(f"{name}: rows from {start!r} arrived, those from {due} are due")
         return due
 
-    def _copy_of(self, spec: ParamSpec, tied_head: bool) -> Tensor:
+    def _memory_of(self, spec: ParamSpec) -> Tensor:
         """The memory that a parameter is staged in."""
-        live = self._params[spec.name]
-        if tied_head:
-            self._tied_head = torch.empty_like(live)
-            return self._tied_head
         if spec.name not in self._staged:
             spare = self._spare.pop(spec.name, None)
-            self._staged[spec.name] = torch.empty_like(live) if spare is None else spare
+            self._staged[spec.name] = torch.empty_like(self._params[spec.name]) if spare is None else spare
         return self._staged[spec.name]

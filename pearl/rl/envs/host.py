@@ -11,14 +11,12 @@ process does not outlive its parent. It ignores SIGINT (its parent decides) and 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import math
 import mmap
 import os
 import signal
 import struct
-import sys
 import time
 import traceback
 from typing import Any
@@ -27,6 +25,7 @@ import msgspec
 import zmq
 
 from pearl.channel import Client, wait
+from pearl.rl import process
 from pearl.rl.envs import registry
 from pearl.rl.envs.base import Environment
 from pearl.rl.envs.wire import Answer, Answers, Batch, Discard, Ready, Replay, Reset, Step, ToHost, fingerprint
@@ -38,7 +37,6 @@ SILENCE_S = 900.0
 ANSWER_EVERY_S = 0.002
 """Answers of a batch that takes longer than this are sent before it is through."""
 PROGRESS_BYTES = 8
-_PR_SET_PDEATHSIG = 1
 
 
 class Terminated(BaseException):
@@ -147,6 +145,7 @@ class Host:
     def __init__(self, client: Client, instances: Instances, progress: Progress, parent: int) -> None:
         self._client, self._instances, self._progress, self._parent = client, instances, progress, parent
         self._answers: list[Answer] = []
+        self._seconds = 0.0
 
     def run(self) -> str:
         """Until the parent is gone or silent; returns why it ended."""
@@ -169,7 +168,9 @@ class Host:
                 self._instances.discard(item.episode_id)
                 continue
             self._progress.write(item.serial)
+            began = time.perf_counter()
             self._answers.append(self._instances.play(item))
+            self._seconds += time.perf_counter() - began
             self._progress.write(0)
             if time.monotonic() - sent > ANSWER_EVERY_S:
                 self._send()
@@ -178,16 +179,8 @@ class Host:
 
     def _send(self) -> None:
         if self._answers:
-            self._client.send(Answers(self._answers))
-            self._answers = []
-
-
-def die_with_parent(parent: int) -> None:
-    """Asks Linux for SIGKILL at the parent's death; ends at once if it has died already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        raise SystemExit("the parent process is gone")
+            self._client.send(Answers(self._answers, self._seconds))
+            self._answers, self._seconds = [], 0.0
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -201,7 +194,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _terminate)
-    die_with_parent(given.parent)
+    process.die_with_parent(parent=given.parent)
     registry.check(given.name, given.options)  # imports the environment before the clock of its first reset runs
     instances = Instances(given.name, given.options)
     client = Client(zmq.Context(), given.address, given.token, ToHost)

@@ -125,6 +125,8 @@ class EnvironmentPool:
 
     def __init__(self, context: zmq.Context, options: EnvOptions, clock: Clock, log_dir: str | Path) -> None:
         registry.check(options.name, registry.constructor_options(options))
+        self.seconds = 0.0
+        """Time spent inside environments, over all processes."""
         self.counts = {"restarts": 0, "timeouts": 0, "errors": 0, "replayed": 0}
         self._options, self._clock = options, clock
         self._server = Server(context, "tcp://127.0.0.1:0", ToPool)
@@ -239,6 +241,7 @@ class EnvironmentPool:
                 host.ready, host.failed_starts = True, 0
                 self._send(host, now)
             elif isinstance(message, Answers):
+                self.seconds += message.seconds
                 for answer in message.answers:
                     self._take(host, answer)
 

@@ -64,7 +64,10 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Answers(msgspec.Struct, frozen=True, tag="answers"):
+    """`seconds` is the time that the environments took for them."""
+
     answers: list[Answer]
+    seconds: float = 0.0
 
 
 ToHost = Batch
