@@ -1,11 +1,11 @@
 """Claim: publishing a model's weights from one rank to two serving ranks over gloo is at least 0.70 times as fast as a bare
-broadcast of the same bytes, from about a hundred million parameters on.
+broadcast of the same bytes.
 
 Three processes on this machine, one thread each. In every round the bare broadcast (one message, memory already there) and the
-publication (begin to all engines having committed: conversion, checksums, staging, finiteness, the copy in place) run one after
-the other; medians are compared. `value` is the bare time over the publication's, the worst of the large cases; for a model of
-0.15 M parameters the milliseconds count, not the ratio, since there it is messages and not bytes that take the time.
-`commit_ms` is how long a running request is held up.
+publication (begin to all engines having committed: conversion, finiteness, checksums, staging, the copy in place), polled as
+an idle rank does, run one after the other; medians are compared. `value` is the bare time over the publication's, the worst
+of all cases. `commit_ms` is how long a running request is held up, `memcpy_ms` what a plain copy of as many warm bytes takes
+there; `load` is the machine's load average, since everything here competes for the processors.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
@@ -76,7 +77,6 @@ class Case:
 
     model: ModelConfig
     dtype: str
-    large: bool
     rounds: int
 
     @property
@@ -115,10 +115,15 @@ def run(case: Case, comm: GroupCommunicator) -> dict[str, list[float]]:
         publisher = SendingPublisher(trainer, comm, timeout_s=TIMEOUT_S)
     else:
         publisher = ReceivingPublisher(Engine(engine_config, load_weights=False, text=False), comm, timeout_s=TIMEOUT_S)
-    times: dict[str, list[float]] = {"raw": [], "publish": [], "commit": []}
+    copy = torch.zeros_like(raw)
+    times: dict[str, list[float]] = {"raw": [], "publish": [], "commit": [], "memcpy": []}
     for turn in range(case.rounds + 2):
         times["raw"].append(timed(comm, partial(comm.broadcast, raw, 0)))
         times["publish"].append(timed(comm, partial(publish, publisher, turn, times["commit"])))
+        if comm.rank:  # all receivers at once, as they commit
+            start = time.perf_counter()
+            copy.copy_(raw)
+            times["memcpy"].append(time.perf_counter() - start)
     return {name: values[2:] for name, values in times.items()}
 
 
@@ -136,7 +141,7 @@ def timed(comm: GroupCommunicator, work: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def measure(cases: list[Case]) -> list[dict[str, float | str | bool]]:
+def measure(cases: list[Case]) -> list[dict[str, float | str]]:
     """One row per case."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -153,16 +158,18 @@ def measure(cases: list[Case]) -> list[dict[str, float | str | bool]]:
     return rows
 
 
-def row(case: Case, results: list[dict[str, list[float]]]) -> dict[str, float | str | bool]:
+def row(case: Case, results: list[dict[str, list[float]]]) -> dict[str, float | str]:
     raw, published = (statistics.median(results[0][side]) for side in ("raw", "publish"))
-    commits = [seconds for result in results[1:] for seconds in result["commit"]]
+    commit, memcpy = (
+        statistics.median(seconds for result in results[1:] for seconds in result[side]) for side in ("commit", "memcpy")
+    )
     return {
         "parameters": case.parameters,
         "dtype": case.dtype,
-        "large": case.large,
         "raw_ms": raw * 1e3,
         "publish_ms": published * 1e3,
-        "commit_ms": statistics.median(commits) * 1e3,
+        "commit_ms": commit * 1e3,
+        "memcpy_ms": memcpy * 1e3,
         "ratio": raw / published,
     }
 
@@ -173,21 +180,24 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=9)
     options = arguments.parse_args()
     cases = [
-        Case(model=model, dtype=dtype, large=model is LARGE, rounds=options.rounds)
-        for model in (SMALL, LARGE)
+        Case(model=model, dtype=dtype, rounds=options.rounds * share)
+        for model, share in ((SMALL, 20), (LARGE, 1))
         for dtype in ("float32", "bfloat16")
     ]
+    load = os.getloadavg()[0]
     rows = measure(cases)
-    print(f"{'parameters':>12} {'dtype':>9} {'broadcast ms':>13} {'publish ms':>11} {'ratio':>6} {'commit ms':>10}")
+    load = max(load, os.getloadavg()[0])
+    sides = ("broadcast ms", "publish ms", "ratio", "commit ms", "memcpy ms")
+    print(f"{'parameters':>12} {'dtype':>9} {' '.join(f'{side:>12}' for side in sides)}   load {load:.1f}")
     for r in rows:
-        left = f"{r['parameters']:>12,} {r['dtype']:>9} {r['raw_ms']:>13.1f} {r['publish_ms']:>11.1f}"
-        print(f"{left} {r['ratio']:>6.2f} {r['commit_ms']:>10.1f}")
-    value = min(float(r["ratio"]) for r in rows if r["large"])
+        numbers = (r["raw_ms"], r["publish_ms"], r["ratio"], r["commit_ms"], r["memcpy_ms"])
+        print(f"{r['parameters']:>12,} {r['dtype']:>9} {' '.join(f'{number:>12.2f}' for number in numbers)}")
+    value = min(float(r["ratio"]) for r in rows)
     if options.json:
         result = {"bench": "publish", "claim": "of a bare broadcast's speed", "value": round(value, 3), "target": TARGET}
-        print(json.dumps(result | {"ok": value >= TARGET, "cases": rows}))
+        print(json.dumps(result | {"ok": value >= TARGET, "load": load, "cases": rows}))
     else:
-        print(f"the large cases publish at {value:.2f} of a bare broadcast's speed or better; target {TARGET:.2f}")
+        print(f"publishes at {value:.2f} of a bare broadcast's speed or better; target {TARGET:.2f}")
 
 
 if __name__ == "__main__":

@@ -305,8 +305,8 @@ class Engine(Unserved):
         """Adds tensors to the second copy, which is to become `version`; may be called many times, between any steps.
 
         Requests go on under the present version. A tensor is whole, or comes as (name, rows, number of the first row) in
-        ascending order. With `adopt` nothing is copied: the given memory is the second copy until commit or discard.
-        ValueError as for `update_weights`; then nothing is staged any more.
+        ascending order. With `adopt` nothing is copied: the given memory, known to be finite, is the second copy until
+        commit or discard. ValueError as for `update_weights`; then nothing is staged any more.
         """
         self._store.stage(tensors, version, adopt=adopt)
 

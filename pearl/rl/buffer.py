@@ -3,8 +3,8 @@
 Owns which trajectories are running, which groups are complete, and what became of all others. It does not decide when a
 group starts or when a batch is due (`sched/admission.py`). Invariant (`check`): every trajectory that was dispatched is
 running, held, trained, or dropped for a named cause. Groups leave in the order of their ids, all of them, so a batch does
-not depend on who finished first. `holdings` and `from_holdings` carry books and trajectories over the end of a process: what had ended is
-kept, what was running is counted as dropped and as dispatched once more, to be played again from its seed.
+not depend on who finished first. `holdings` and `from_holdings` carry books and trajectories over the end of a process: what
+had ended is kept, what was running is counted as dropped and as dispatched once more, to be played again from its seed.
 """
 
 from __future__ import annotations

@@ -87,6 +87,9 @@ class Controller:
         self.activity = Activity(layout, run / trace if config.trace else None, self.clock.now())
         self.interrupted_by: int | None = None
         self.outlet: int | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._system_prompt = ""
+        self._unprepared = "prepare() was not called"
         self._hellos: dict[int, Hello] = {}
         self._killed: set[int] = set()
         self._ready: dict[int, Ready] = {}
@@ -99,16 +102,29 @@ class Controller:
 
     # ------------------------------------------------------------------------------------------------- the job
 
+    def prepare(self) -> None:
+        """Loads what takes seconds, before anybody counts on heartbeats. What goes wrong is told by `work`, to the ranks."""
+        env = self.config.env
+        try:
+            self._tokenizer = Tokenizer.from_folder(self.folder)
+            self._system_prompt = system_prompt_of(environments.make(env.name, **environments.constructor_options(env)))
+        except Exception as error:  # users' environments are made here too
+            traceback.print_exc()
+            self._unprepared = f"{type(error).__name__}: {error}"
+
     def work(self) -> Stop:
         """Plays the whole job and returns how it ended."""
         try:
-            tokenizer = Tokenizer.from_folder(self.folder)
-            ranks = self.layout.world
+            tokenizer, ranks = self._tokenizer, self.layout.world
+            if tokenizer is None:
+                self.wait_for(lambda: bool(self._hellos), "timeouts.start_s", "a rank to tell")
+                raise JobFailed(f"the controller cannot start: {self._unprepared}")
             self.wait_for(lambda: len(self._ready) == ranks, "timeouts.start_s", f"{ranks} ranks to be ready")
             limit = min(self._ready[rank].max_model_len for rank in self.layout.serving)
             self.collector = self._new_collector(tokenizer, limit)
             self.training = TrainingRun(self, self.collector, tokenizer, max_model_len=limit)
-            return Stop(number=self._number, reason=self.training.run(self.checkpoint), exit_code=0)
+            reason = self.training.run(self.checkpoint)
+            return Stop(number=self._number, reason=reason, exit_code=0)
         except JobFailed as failure:
             return Stop(number=self._number, reason=self._first_cause(str(failure)), exit_code=failure.exit_code)
         except (ChannelError, ValueError) as error:
@@ -133,8 +149,6 @@ class Controller:
         router = Router()
         for rank in self.layout.serving:
             router.add_worker(name_of(rank))
-        env = self.config.env
-        system_prompt = system_prompt_of(environments.make(env.name, **environments.constructor_options(env)))
         training = self.config.rollout
         options = {"train": training, "eval": dataclasses.replace(training, temperature=0.0)}
 
@@ -143,10 +157,10 @@ class Controller:
                 trajectory,
                 tokenizer=tokenizer,
                 options=options[purpose],
-                env=env,
+                env=self.config.env,
                 max_model_len=max_model_len,
                 seed=self.config.seed,
-                system_prompt=system_prompt,
+                system_prompt=self._system_prompt,
             )
 
         return Collector(new_rollout, pool=self.pool, router=router, send=self.server.send)
@@ -171,6 +185,8 @@ class Controller:
         for _, message in self.server.receive():
             self._heartbeat.heard(message.rank)
             self._take(message)
+        if self.server.rejected:  # it may have been what a wait is for
+            raise JobFailed("a message came that is none of this release: do all ranks run the same?")
         now = self.clock.now()
         if self.collector is not None and self.training is not None:
             self.collector.poll_environments(now)
@@ -289,6 +305,7 @@ def main(argv: list[str]) -> int:
     controller = Controller(config, run, folder, JobLayout.of(config, world), checkpoint)
     controller.outlet = outlet
     process.on_signals(lambda signum: setattr(controller, "interrupted_by", signum))
+    controller.prepare()
     os.write(fd, controller.server.address.encode() + b"\n")
     os.close(fd)
     stop = controller.work()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pearl.engine.weights.buckets import plan_buckets
+from pearl.engine.weights.buckets import Bucket, plan_buckets
 from pearl.engine.weights.message import HEADER_BYTES, REFUSAL_BYTES, Message
 
 (BUCKET,) = plan_buckets({"a": (3, 5), "b": (40, 4)}, 2, 1024)
@@ -46,10 +46,10 @@ def test_another_version_is_named() -> None:
         filled().refusal(8)
 
 
-@pytest.mark.parametrize("bucket", [BUCKET, TINY])
+@pytest.mark.parametrize(("bucket", "dtype"), [(BUCKET, torch.bfloat16), (TINY, torch.float32)])
 @pytest.mark.parametrize("words", ["w", "ä gone", "x" * REFUSAL_BYTES])
-def test_words_travel_in_a_bucket_of_any_size(bucket, words: str) -> None:
-    message = Message.over(torch.zeros(4096, dtype=torch.uint8), bucket, torch.float32)
+def test_words_travel_in_a_bucket_of_any_size(bucket: Bucket, dtype: torch.dtype, words: str) -> None:
+    message = Message.over(torch.zeros(4096, dtype=torch.uint8), bucket, dtype)
     message.seal(3, words.encode()[:REFUSAL_BYTES])
     assert message.refusal(3) == words
     message.seal(4)

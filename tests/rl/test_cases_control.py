@@ -83,6 +83,7 @@ def play(run: Path, folder: Path, config: Config, world: int = 2, **options: Any
     ranks = FakeRanks(controller.server.address, layout, folder, **options)
     ranks.start()
     began = time.monotonic()
+    controller.prepare()
     stop = controller.work()
     controller.end(stop)
     seconds = time.monotonic() - began

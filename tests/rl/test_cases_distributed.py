@@ -161,6 +161,7 @@ def test_one_rank_of_two_alone_gives_up_in_its_time(start: Callable[..., SimpleN
     job = start([sys.executable, "-m", "pearl.rl.launch", "quickstart", *arguments], **variables)
     assert job.process.wait(60) == 1, job.text()
     assert time.monotonic() - began < 25
+    assert "rank 1" in job.text()
     assert "timeouts.join_s=4 s" in job.text()
     assert "Traceback" not in job.text()
     assert gone(job.mark, 3.0) == []

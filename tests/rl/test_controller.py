@@ -80,6 +80,7 @@ def make(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 def play(job: SimpleNamespace, join_s: float = 5.0) -> Stop:
     """The whole job, as the controller's process does it."""
+    job.controller.prepare()
     stop = job.controller.work()
     job.controller.end(stop)
     job.ranks.join(join_s)

@@ -1,8 +1,9 @@
 """Weights from one member of a group to all others, in buckets, while everybody does something else between two polls.
 
-Owns the order of a transfer's messages and the memory they lie in. It does not know who makes weights or who serves them. Invariants:
-the sender needs `BUFFERS` buckets of memory beside the source, a receiver one copy of the model, which can serve as the
-engine's staged copy; both are kept from one transfer to the next. A receiver hands on only bytes that the sender found finite.
+Owns the order of a transfer's messages and the memory they lie in. It does not know who makes weights or who serves them.
+Invariants: the sender needs `BUFFERS` buckets of memory beside the source, a receiver one copy of the model, which can serve
+as the engine's staged copy; both are kept from one transfer to the next. A receiver hands on only values that the sender found
+finite.
 
 A transfer is one broadcast per bucket from member 0 and nothing else: each message carries the version, its checksum, and
 tensors or a refusal. Before their first transfer the members compare their plans (dtype, names, shapes, bucket size), once
