@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +33,7 @@ STEPS = 5
 OCCURRENCE = {"start": 1, "warm-up": 4, "rollout": 3, "train": 3, "publish": 4, "checkpoint": 3}
 """Which time of a phase is hit; from the third step on there are checkpoints of earlier ones."""
 
-JITTER_S = {"start": 4.0, "warm-up": 0.1, "rollout": 0.2, "train": 0.2, "publish": 0.03, "checkpoint": 0.06}
+JITTER_S = {"start": 4.0, "warm-up": 0.1, "rollout": 0.2, "train": 0.2, "publish": 0.02, "checkpoint": 0.06}
 STOPPED_START_S = 30.0
 RESUMED_PHASES = ("publish", "checkpoint")
 """Cases of these are resumed to the end; of the others it is checked that their checkpoint can be."""
@@ -51,6 +51,18 @@ SETTINGS = {
     "model.hidden_size": 192,
     "model.num_layers": 3,
 }
+
+
+LARGER = {
+    "publish": {
+        "model.hidden_size": 512,
+        "model.intermediate_size": 2048,
+        "rollout_batch_size": 16,
+        "optimizer.mini_batch_size": 16,
+        "warmup.steps": 2,
+    }
+}
+"""A larger model where the phase would be over too soon, and less to do with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +143,7 @@ def run_case(case: Case, folder: Path, *, seed: int = 0, resume: bool = True) ->
     folder.mkdir(parents=True, exist_ok=True)
     marks.touch()
     staleness = 0 if case.phase == "rollout" else 1
-    values = SETTINGS | {"output_dir": folder / "runs", "max_staleness": staleness}
+    values = SETTINGS | {"output_dir": folder / "runs", "max_staleness": staleness} | LARGER.get(case.phase, {})
     with start(folder, values, marks) as job:
         try:
             victim = _reach(job, case, marks, random.Random(f"{case.name}{seed}"))
@@ -165,17 +177,29 @@ def start(folder: Path, values: dict[str, object], marks: Path, name: str = "out
 
 def _reach(job: JobProcess, case: Case, marks: Path, rng: random.Random) -> int:
     """Waits for the phase, and a random while more; returns the victim's pid. TimeoutError if either does not come."""
-    begin = f" {case.phase} begin"
     deadline = time.monotonic() + PHASE_LIMIT_S
-    while marks.read_text().count(begin) < OCCURRENCE[case.phase] * (2 if case.phase == "publish" else 1):
-        if time.monotonic() > deadline or job.process.poll() is not None:
-            raise TimeoutError(f"{case.phase} was not reached")
-        time.sleep(0.005)
-    time.sleep(rng.random() * JITTER_S[case.phase])
-    while (victim := job.pid_of(case.victim)) is None:
-        if time.monotonic() > deadline or job.process.poll() is not None:
-            raise TimeoutError(f"there was no {case.victim}")
-        time.sleep(0.01)
+
+    def wait_until(holds: Callable[[], object], what: str) -> None:
+        while not holds():
+            if time.monotonic() > deadline or job.process.poll() is not None:
+                raise TimeoutError(what)
+            time.sleep(0.002)
+
+    def begun(phase: str, times: int) -> bool:
+        return marks.read_text().count(f" {phase} begin") >= times
+
+    pause = rng.random() * JITTER_S[case.phase]
+    if case.phase == "start":
+        wait_until(lambda: begun("start", 1), "start was not reached")
+        time.sleep(pause)
+    wait_until(lambda: job.pid_of(case.victim), f"there was no {case.victim}")
+    victim = job.pid_of(case.victim)
+    if case.phase != "start":
+        times = OCCURRENCE[case.phase] * 2 - 1 if case.phase == "publish" else OCCURRENCE[case.phase]  # both ranks say so
+        wait_until(lambda: begun(case.phase, times), f"{case.phase} was not reached")
+        time.sleep(pause)
+    if victim is None:
+        raise TimeoutError(f"{case.victim} has gone")
     return victim
 
 

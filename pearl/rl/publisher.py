@@ -171,10 +171,3 @@ class ReceivingPublisher(_Publisher):
         start = time.perf_counter()
         self._engine.commit_weights(self.version, mode="keep")
         return self._metrics(self._receiver.nbytes, time.perf_counter() - start)
-
-
-def publish(trainer: Source, engine: Target, version: int) -> Metrics:
-    """Makes the trainer's present weights the engine's weights of `version`, in this process, at once."""
-    publisher = LocalPublisher(trainer, engine)
-    publisher.begin(version)
-    return publisher.poll()

@@ -17,7 +17,7 @@ from pearl.config import AlgorithmOptions, RolloutOptions
 from pearl.engine.engine import Engine
 from pearl.protocol import SamplingParams, TrainSequence
 from pearl.rl.advantage import group_advantages
-from pearl.rl.publisher import publish
+from pearl.rl.publisher import LocalPublisher
 from pearl.rl.trainer import Trainer
 
 replaced = msgspec.structs.replace
@@ -76,7 +76,9 @@ def test_engine_and_trainer_agree_over_turns_updates_and_publishing(model: Path,
         assert metrics["logprob_gap"] is not None and metrics["logprob_gap"] < 1e-4
         assert metrics["trained_tokens"] == 8 * 18 and metrics["grad_norm"] > 0  # type: ignore[operator]
         before = one(engine, [1, 2, 3], SamplingParams(temperature=0.0)).logprobs
-        publish(trainer, engine, version + 1)
+        publisher = LocalPublisher(trainer, engine)
+        publisher.begin(version + 1)
+        publisher.poll()
         after = one(engine, [1, 2, 3], SamplingParams(temperature=0.0)).logprobs
         assert before != pytest.approx(after, abs=1e-3)
     head = dict(trainer.named_hf_tensors())["model.embed_tokens.weight"]
@@ -109,7 +111,9 @@ def test_a_request_kept_over_a_publish_is_stale_token_by_token(model: Path) -> N
     for _ in range(3):
         engine.step()
     trainer.train_step(command([episode(engine_copy, 1, reward=1.0) for engine_copy in (make(model),)] + sequences(4)))
-    publish(trainer, engine, 1)
+    publisher = LocalPublisher(trainer, engine)
+    publisher.begin(1)
+    publisher.poll()
     completion = run(engine)[rid][0]
     assert completion.weight_versions == [0] * 3 + [1] * 5
     made = TrainSequence(

@@ -179,7 +179,7 @@ def test_a_killed_and_resumed_run_does_what_it_would_have_done(tmp_path: Path, w
         assert row["dispatched"] - row["dropped"] == other["dispatched"] - other["dropped"]
         assert {name: row[name] for name in PLAYED} == {name: other[name] for name in PLAYED}
         for name in TRAINED:
-            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
+            assert row[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
     assert [row["token_ids"] for row in ours.values()] == [theirs[name]["token_ids"] for name in ours]
 
 

@@ -19,7 +19,7 @@ from pearl.engine.engine import Engine
 from pearl.engine.models.config import from_folder
 from pearl.engine.models.params import hf_shapes
 from pearl.protocol import SamplingParams, TrainSequence
-from pearl.rl.publisher import LocalPublisher, SendingPublisher, publish
+from pearl.rl.publisher import LocalPublisher, SendingPublisher
 from pearl.rl.trainer import Trainer
 
 
@@ -43,6 +43,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder(tmp_path_factory.mktemp("model"))
     Trainer(path, config(seed=3))
     return path
+
+
+def publish(trainer, engine, version):
+    publisher = LocalPublisher(trainer, engine)
+    publisher.begin(version)
+    return publisher.poll()
 
 
 def test_the_whole_model_is_given_and_counted(model: Path):

@@ -13,6 +13,9 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+SHORTEST_WAIT_S = 0.001
+"""torch.distributed counts whole milliseconds, and takes 0 of them for no limit at all."""
+
 
 class CollectiveError(RuntimeError):
     """A collective failed or was not through in time; the message names it and, for a wait, the seconds."""
@@ -147,7 +150,7 @@ class _Begun:
             raise ValueError(f"timeout_s={timeout_s}: must be > 0")
         try:
             if math.isfinite(timeout_s):
-                self._work.wait(timedelta(seconds=timeout_s))
+                self._work.wait(timedelta(seconds=max(timeout_s, SHORTEST_WAIT_S)))
             else:
                 self._work.wait()
         except RuntimeError as error:
