@@ -1,5 +1,5 @@
 # make setup   a virtual environment in .venv with everything, pearl._C built; a second call does only what is needed
-# make run     setup, then train the quickstart recipe        (make run ARGS="frozenlake_random --set seed=1")
+# make run     setup, then train the quickstart recipe        (make run ARGS="quickstart --nproc 3 --set seed=1")
 # make test    setup, then the tests that need no GPU          make test-all: the slow ones too
 # make lint    ruff, mypy, import contracts                    make clean: removes what was built, and .venv
 #

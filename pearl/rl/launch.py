@@ -38,7 +38,7 @@ from pearl.rl.layout import JobLayout
 from pearl.rl.rank import RankLoop, report_failure
 from pearl.rl.recipes import registry as recipes
 from pearl.rl.run_state import ResumePoint, RunLock, check_settings, open_run, rewind_run
-from pearl.rl.start_watch import StartWatch
+from pearl.rl.start_watch import StartWatch, launcher_answers
 
 EXIT_USAGE = 2
 
@@ -84,6 +84,7 @@ def planned(arguments: argparse.Namespace, world: int) -> Job:
 def main(argv: list[str] | None = None) -> int:
     """The console script `pearl`."""
     argv = sys.argv[1:] if argv is None else argv
+    sys.path.insert(0, os.getcwd())  # users' environments, as `python -m` finds them
     commands = argparse.ArgumentParser(prog="pearl", allow_abbrev=False, description=__doc__.splitlines()[0])
     commands.add_argument("command", choices=["run"], help="run: train (see `pearl run --help`)")
     commands.parse_args(argv[:1])
@@ -91,13 +92,16 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--nproc", type=int, default=1, metavar="W", help="ranks (processes) on this machine, default 1")
     arguments = options.parse_args(argv[1:])
     try:
-        job = planned(arguments, world=max(1, arguments.nproc))
+        if arguments.nproc < 1:
+            raise ValueError(f"--nproc {arguments.nproc}: must be >= 1")
+        job = planned(arguments, world=arguments.nproc)
     except ValueError as error:
         print(f"pearl run: error: {error}", file=sys.stderr)
         return EXIT_USAGE
     if arguments.print:
         print(configuration.to_json(job.config))
         return 0
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would say that it does so
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={job.layout.world}"]
     os.execv(sys.executable, [*torchrun, "-m", "pearl.rl.launch", *rank_arguments(arguments)])
 
@@ -112,6 +116,18 @@ def rank_arguments(arguments: argparse.Namespace) -> list[str]:
 def rank_main(argv: list[str] | None = None) -> int:
     """One rank under torchrun; returns its exit code."""
     rank, world = int(os.environ.get("RANK", "-1")), int(os.environ.get("WORLD_SIZE", "1"))
+    launch: Launch | None = None
+
+    def interrupted(signum: int) -> None:
+        if launch is not None:
+            launch.interrupted(signum)
+            return
+        if rank == 0:
+            print(f"pearl: interrupted by {signal.Signals(signum).name} before the start", flush=True)
+        process.leave(128 + signum)
+
+    if rank >= 0:
+        process.on_signals(interrupted)
     arguments = parser("torchrun -m pearl.rl.launch").parse_args(argv)
     try:
         if rank < 0 and not arguments.print:
@@ -125,11 +141,12 @@ def rank_main(argv: list[str] | None = None) -> int:
         if rank <= 0:
             print(configuration.to_json(job.config))
         return 0
-    return Launch(job, rank).run()
+    launch = Launch(job, rank)
+    return launch.run()
 
 
 class Launch:
-    """The life of one rank, in order; `run` undoes what was begun whatever happens."""
+    """The life of one rank, in order; `run` undoes what was begun whatever happens. `interrupted` may come from any thread."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self.job = job
@@ -153,7 +170,6 @@ class Launch:
 
     def run(self) -> int:
         """Returns the exit code: 0 done, 128 + signal when interrupted, 1 for anything that went wrong."""
-        process.on_signals(self._interrupted)
         process.die_with_parent(signal.SIGTERM, parent=self.launcher)
         self.watch.start()
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -195,7 +211,8 @@ class Launch:
             raise LaunchError(str(error)) from None
         if resume:
             lost = rewind_run(self.run_directory, resume.state.step)
-            self._say(f"resuming {self.run_directory} after step {resume.state.step}; put aside: {lost}")
+            aside = ", ".join(f"{count} rows of {name}" for name, count in lost.items() if count)
+            self._say(f"resuming after step {resume.state.step}" + (f"; written since and put aside: {aside}" if aside else ""))
         (self.run_directory / "config.json").write_text(configuration.to_json(self.config) + "\n")
         self._say(f"{self.config.recipe}: run directory {self.run_directory}")
         folder = self._model_folder()
@@ -269,7 +286,7 @@ class Launch:
 
     # ------------------------------------------------------------------------------------------------- the end
 
-    def _interrupted(self, signum: int) -> None:
+    def interrupted(self, signum: int) -> None:
         """SIGINT or SIGTERM came; the kernel sends the latter too when the launcher dies."""
         if self.control is not None:
             self.control.interrupt(signum)
@@ -357,19 +374,6 @@ class Launch:
             path.parent.mkdir(exist_ok=True)
             with path.open("a") as log:
                 log.write(f"{datetime.datetime.now():%H:%M:%S} {text}\n")
-
-
-def launcher_answers() -> bool:
-    """False if torchrun's store is closed: it died before we could ask to be told of its death."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return True
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        try:
-            socket.create_connection(address, timeout=2.0).close()
-        except ConnectionRefusedError:
-            return False
-    return True
 
 
 def make_run_directory(config: Config) -> Path:

@@ -22,10 +22,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def die_with_parent(signum: int = signal.SIGKILL, parent: int | None = None) -> None:
-    """Asks Linux to send `signum` to this process when its parent dies (prctl(2)); exits at once if `parent` is gone."""
+    """Asks Linux to send `signum` to this process when its parent dies (prctl(2)); ends at once if `parent` is gone."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signum, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
-        os._exit(1)
+        raise SystemExit("the parent process is gone")
 
 
 def on_signals(handler: Callable[[int], None]) -> None:

@@ -8,7 +8,9 @@ its processes are stopped or killed; only time in which the launcher and this pr
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -19,6 +21,8 @@ from pearl.rl import process
 from pearl.rl.heartbeat import LONGEST_GAP_S
 
 TICK_S = 0.25
+SPEAK_FIRST_S = 3.0
+"""By so much rank 0, which prints for all, is quicker to give up than the others."""
 
 
 class StartWatch(threading.Thread):
@@ -39,7 +43,8 @@ class StartWatch(threading.Thread):
         self._stopped_s: dict[int, float] = {}
         self._joined = False
         self._missing: list[int] = []
-        self._join_left = timeouts.join_s
+        self._join_left = timeouts.join_s + (0.0 if rank == 0 else SPEAK_FIRST_S)
+        self._controller_ended = False
         self._over = threading.Event()
 
     def start(self) -> None:
@@ -78,7 +83,9 @@ class StartWatch(threading.Thread):
         if len(self._others) < self._local_ranks - 1:
             self._find_others()
         if self.controller is not None and self.controller.poll() is not None:
-            return f"the controller ended with exit code {self.controller.returncode}"
+            if self._controller_ended:
+                return f"the controller ended with exit code {self.controller.returncode}"
+            self._controller_ended = True  # a signal to our whole group says more, and has until the next look to do so
         return self._look_for_stopped(gap) or self._look_at_join(gap)
 
     def _find_others(self) -> None:
@@ -110,10 +117,27 @@ class StartWatch(threading.Thread):
         return any(rank < self._rank and pid not in stopped for pid, rank in self._others.items())
 
     def _look_at_join(self, gap: float) -> str:
-        if self._joined or process.state(self._launcher) == "T":
+        """Counts from when this rank has come itself: how long loading torch takes is not the others' fault."""
+        if self._joined or not self._missing or process.state(self._launcher) == "T":
             return ""
         self._join_left -= gap
         if self._join_left > 0:
             return ""
-        who = f"rank {', '.join(map(str, self._missing))}" if self._missing else "a rank"
-        return f"{who} did not come within timeouts.join_s={self._timeouts.join_s:g} s"
+        who = ", ".join(map(str, self._missing))
+        reason = f"rank {who} did not come within timeouts.join_s={self._timeouts.join_s:g} s"
+        if self._rank and 0 in self._missing:
+            print(reason, flush=True)
+        return reason
+
+
+def launcher_answers() -> bool:
+    """False if torchrun's store is closed: it died before we could ask to be told of its death."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        try:
+            socket.create_connection(address, timeout=2.0).close()
+        except ConnectionRefusedError:
+            return False
+    return True

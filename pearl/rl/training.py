@@ -179,7 +179,7 @@ class TrainingRun:
         self._driver.wait_for(
             complete,
             "rollout.request_timeout_s",
-            f"a batch of {needed} groups ({self.buffer.ready} ready)",
+            f"a batch of {needed} groups",
             renew=lambda: (self._collector.counts["generated_tokens"], self.buffer.in_flight, self.buffer.dropped.total()),
         )
         assert batch is not None
@@ -260,7 +260,9 @@ class TrainingRun:
             self._collector.start(name, group_id=group_id, env_seed=env_seed, purpose="train")
 
     def _file(self, trajectory: Trajectory) -> None:
-        self._episodes.write({"step": self._record_step} | _record(trajectory))
+        prompt = trajectory.token_ids[: trajectory.loss_mask.index(1)] if 1 in trajectory.loss_mask else trajectory.token_ids
+        record = {"step": self._record_step, "prompt": self._tokenizer.decode(prompt)} | _record(trajectory)
+        self._episodes.write(record)
         if trajectory.group_id < 0:
             self._evaluated.append(trajectory)
             return

@@ -143,7 +143,7 @@ def test_a_killed_process_ends_the_job_and_leaves_nothing(tmp_path, victim):
 
 def test_the_environment_of_the_docs_trains(tmp_path):
     text = (ROOT / "docs" / "environments.md").read_text()
-    (tmp_path / "number_search.py").write_text(text.split("```python\n")[1].split("```")[0])
+    (tmp_path / "next_number.py").write_text(text.split("```python\n")[1].split("```")[0])
     command = next(line for line in text.splitlines() if line.strip().startswith(".venv/bin/pearl"))
     arguments = [part for part in command.split()[1:] if part]
     extra = settings(tmp_path / "runs", "max_steps=2")

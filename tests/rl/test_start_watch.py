@@ -96,6 +96,15 @@ def test_a_rank_that_never_comes_is_named(children: list[subprocess.Popen]) -> N
     it.end()
 
 
+def test_a_rank_that_still_loads_has_all_the_time_of_the_start(children: list[subprocess.Popen]) -> None:
+    it, said = watch(0, 1, join_s=0.2)
+    time.sleep(1.0)
+    assert said == []
+    it.missing([1])
+    assert "rank 1 did not come" in wait_for(said)
+    it.end()
+
+
 def test_time_in_which_the_launcher_is_stopped_does_not_count(children: list[subprocess.Popen]) -> None:
     launcher = subprocess.Popen(SLEEP)
     children.append(launcher)
@@ -113,6 +122,7 @@ def test_nothing_is_said_once_all_have_come_or_the_start_is_over(children: list[
     joined, said = watch(0, 1, join_s=0.3)
     joined.missing([])
     over, nothing = watch(0, 1, join_s=0.6)
+    over.missing([1])
     over.end()
     time.sleep(1.2)
     assert said == nothing == []

@@ -93,7 +93,8 @@ class Counting:
         self.reports: list[dict[str, Any]] = []
         self.busy = busy
         self.episodes = episodes
-        self.training = TrainingRun(self, episodes, None, max_model_len=64)
+        words = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
+        self.training = TrainingRun(self, episodes, words, max_model_len=64)
 
     def turn(self) -> None:
         self.clock.advance(0.01)
