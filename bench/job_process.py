@@ -109,8 +109,8 @@ class JobProcess:
 
     def run_directory(self) -> Path | None:
         """The run that the job writes, once it has said so."""
-        said = re.search(r"run directory (\S+)|resuming (\S+) after", self.output())
-        return Path(said[1] or said[2]) if said else None
+        said = re.search(r"run directory (\S+)", self.output())
+        return Path(said[1]) if said else None
 
     def wait_for(self, text: str, seconds: float, count: int = 1) -> None:
         """Until the output has `text` so many times; AssertionError if that takes longer, or the job ends before."""
