@@ -50,7 +50,10 @@ def run(place: Path, own: Path, comm: GroupCommunicator) -> None:
     trainer.save(own / "exported")
     results["exported"] = weights(trainer)
     results["resumed"] = resumed(place, own, comm, steps["resume"])
-    results["fresh"] = weights(Trainer(folder(own / "fresh"), config(seed=5), comm=comm))
+    if comm.rank == 0:
+        folder(own / "fresh")
+    comm.barrier(LIMIT.total_seconds())
+    results["fresh"] = weights(Trainer(own / "fresh", config(seed=5), comm=comm))
     torch.save(results, own / f"results.{comm.rank}")
 
 
