@@ -118,7 +118,7 @@ def test_what_is_begun_fails_when_the_other_member_goes():
                 time.sleep(0.005)
         return str(caught.value)
 
-    assert str(run_members(2, work)[0]).startswith("the table: failed: ")
+    assert str(run_members(2, work, leave=True)[0]).startswith("the table: failed: ")
 
 
 def test_a_group_of_one_is_through_at_once():
