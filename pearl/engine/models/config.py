@@ -16,8 +16,21 @@ FAMILIES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The mixture of experts that takes the MLP's place in some layers: softmax over all, the `top_k` best added up."""
+
+    count: int
+    top_k: int
+    intermediate_size: int
+    norm_topk_prob: bool
+    """Whether the chosen shares are divided by their sum."""
+    layers: tuple[int, ...]
+    """Numbers of the layers that have experts; the others have the dense MLP."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A dense decoder: RMSNorm, rotary grouped-query attention, SiLU-gated MLP. Sizes are counts of elements."""
+    """A decoder: RMSNorm, rotary grouped-query attention, SiLU-gated MLP or experts. Sizes are counts of elements."""
 
     architecture: str
     vocab_size: int
@@ -33,7 +46,13 @@ class ModelConfig:
     tie_embeddings: bool
     qk_norm: bool
     attention_bias: bool = False
+    """Whether the query, key and value projections have biases."""
+    output_bias: bool = False
+    """Whether the attention's output projection has one."""
     mlp_bias: bool = False
+    windows: tuple[int, ...] = ()
+    """For each layer how many keys a query sees, itself among them; 0 is all. Empty: all layers see all."""
+    experts: Experts | None = None
     dtype: str = "float32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = field(default=())
@@ -124,4 +143,5 @@ def dense_fields(hf: dict) -> dict:
         "bos_token_id": hf.get("bos_token_id"),
         "eos_token_ids": tuple(eos_ids),
         "attention_bias": bool(hf.get("attention_bias") or False),
+        "output_bias": bool(hf.get("attention_bias") or False),
     }

@@ -61,7 +61,7 @@ def _layer(c: ModelConfig, index: int) -> list[ParamSpec]:
     specs = [
         _whole(ours + "input_norm.weight", theirs + "input_layernorm.weight", (c.hidden_size,), None, init="ones"),
         *_linear(ours + "qkv", qkv, c.hidden_size, 0, bias=c.attention_bias),
-        *_linear(ours + "o", [(attention + "o_proj", c.hidden_size)], q, 1, bias=c.attention_bias),
+        *_linear(ours + "o", [(attention + "o_proj", c.hidden_size)], q, 1, bias=c.output_bias),
         _whole(ours + "post_norm.weight", theirs + "post_attention_layernorm.weight", (c.hidden_size,), None, init="ones"),
         *_linear(ours + "gate_up", gate_up, c.hidden_size, 0, bias=c.mlp_bias),
         *_linear(ours + "down", [(theirs + "mlp.down_proj", c.hidden_size)], c.intermediate_size, 1, bias=c.mlp_bias),
