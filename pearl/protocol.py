@@ -289,8 +289,8 @@ class Pong(Event, frozen=True, kw_only=True, tag="pong"):
     sequence: int
 
 
-class TokenUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine step added to one request; the lists run in parallel."""
+class TokenUpdate(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """What one engine step added to one request; the lists run in parallel. There are many, hence the lean encoding."""
 
     request_id: str
     token_ids: list[int]

@@ -8,19 +8,23 @@ the tokenizer class of transformers is imported by the functions that need it.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pearl.engine.special_text import ContentMarker, special_pattern
+from pearl.engine.text_stream import ByteRuns
 
 Message = dict[str, Any]
 
 ASK, REPLY, NEXT = "Q1ask7", "Q2reply7", "Q3next7"
 """Dummy contents with which a template is asked what it puts around a message."""
 
+STARTS_KEPT = 256
+"""First prompts of conversations that are remembered."""
 PADDING = " \n "
 
 
@@ -48,6 +52,7 @@ class Tokenizer:
         self._backend = fast.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        decoders = _decoder_types(self._backend.decoder)
         added = self._backend.get_added_tokens_decoder()
         specials = {token_id: token for token_id, token in added.items() if token.special}
         self._special_by_text = {token.content: token_id for token_id, token in specials.items()}
@@ -62,37 +67,71 @@ class Tokenizer:
         """Number of tokens known; a model's vocabulary may be padded beyond it."""
         self.bos_token_id: int | None = fast.bos_token_id
         self.eos_token_id: int | None = fast.eos_token_id
-        self.is_byte_level: bool = type(self._backend.decoder).__name__ == "ByteLevel"
+        self.is_byte_level: bool = set(decoders) == {"ByteLevel"}
         """Every token is a string of bytes, `token_bytes`."""
+        fallback = [self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        usable = "ByteFallback" in decoders and None not in fallback
+        self.byte_tokens: tuple[int, ...] = tuple(fallback) if usable else ()
+        """Ids of the byte fall-back tokens "<0x00>" to "<0xFF>", if the tokenizer has them."""
+        self._fallback_byte = {token_id: bytes([byte]) for byte, token_id in enumerate(self.byte_tokens)}
         self._byte_of = byte_alphabet()
         self._bytes: dict[int, bytes] = {}
         self._joints: dict[Any, Joint | None] = {}
         self._end_of_turn: int | None = None
         self._turn: tuple[str, str, list[int]] | None = None
+        self._starts: dict[str, list[int]] = {}
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Loads `tokenizer.json` and its settings; never from the network. ValueError if the folder has none."""
+        """Loads `tokenizer.json` and its settings; never from the network. ValueError if there is none, or none that works."""
         if not (Path(folder) / "tokenizer.json").is_file():
             raise ValueError(f"model={str(folder)!r}: no tokenizer.json in this folder")
         from transformers import PreTrainedTokenizerFast
 
-        return cls(PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True), name=str(folder))
+        try:
+            fast = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # the library raises whatever a damaged file leads it to, plain Exception among it
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"model={str(folder)!r}: its tokenizer cannot be loaded ({reason})") from error
+        return cls(fast, name=str(folder))
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text: no BOS, and special tokens spelled in it stay plain text. ValueError for a lone surrogate."""
         try:
-            return self._backend.encode(text, add_special_tokens=False).ids
+            ids = self._backend.encode(text, add_special_tokens=False).ids
         except TypeError:  # what has no UTF-8 form cannot reach the tokenizer
             raise ValueError(f"text={text[:40]!r}: must be a string without lone surrogates") from None
+        return ids if self.special_ids.isdisjoint(ids) else self._apart(text)
+
+    def _apart(self, text: str) -> list[int]:
+        """Ids of text in which the model itself finds a special token (its vocabulary holds it as a word): cut inside it."""
+        match = self._special_pattern.search(text)
+        if match is None:
+            raise ValueError(f"text={text[:40]!r}: the tokenizer {self._name} makes a special token of it")
+        cut = match.end() - 1
+        return self.encode(text[:cut]) + self._continued_ids(text[cut:])
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids. Ids that the tokenizer does not know (a padded vocabulary) give "". No clean-up of spaces."""
+        """Text of ids. Ids that the tokenizer does not know (a padded vocabulary) give "". No clean-up of spaces.
+
+        A maximal invalid sequence of bytes becomes one U+FFFD, whatever stands beside it.
+        """
         try:
-            return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            text = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         except OverflowError:
             worst = next(token_id for token_id in token_ids if not 0 <= token_id < 2**32)
             raise ValueError(f"token_ids: {worst} is not a token id, must be in [0, 2**32)") from None
+        if self.byte_tokens and "\ufffd" in text:
+            mended = self._mended(token_ids, skip_special_tokens)
+            text = self._backend.decode(mended, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def _mended(self, token_ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
+        runs, mended = ByteRuns(self), []
+        for token_id in token_ids:
+            if not (skip_special_tokens and token_id in self.special_ids):
+                mended += runs.feed(token_id)
+        return mended + runs.finish()
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; empty for an unknown id.
@@ -102,7 +141,8 @@ class Tokenizer:
         found = self._bytes.get(token_id)
         if found is None:
             token = self._backend.id_to_token(token_id) or ""
-            found = self._bytes[token_id] = self._spelled(token) if self.is_byte_level else _fallback_byte(token)
+            fallback = self._fallback_byte.get(token_id, b"")
+            found = self._bytes[token_id] = self._spelled(token) if self.is_byte_level else fallback
         return found
 
     def _spelled(self, token: str) -> bytes:
@@ -117,20 +157,36 @@ class Tokenizer:
         return self._fast.chat_template is not None
 
     def render_chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, tools: Sequence[Any] | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] | None = None,
+        template: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Ids of a conversation ({"role", "content", ...} messages) in the model's template, BOS only where it writes one.
 
-        As transformers' `apply_chat_template`, except that special tokens inside messages and tools become plain text.
-        ValueError: no messages, no template, or the template refuses the messages.
+        As transformers' `apply_chat_template`, except that special tokens inside messages, tools and arguments become plain
+        text. `tools` are JSON schemas or documented functions. Of several templates the one named `template` is used, by
+        default "tool_use" with tools and "default" without. `template_args` are further variables of the template
+        (`enable_thinking`). ValueError: no messages, no such template, or the template refuses, in its own words.
         """
         self._check(messages)
-        marked, tool_specs, standins = self._marker.mark(messages, tools, str(self._fast.chat_template))
-        return self._template_ids(self._render(marked, add_generation_prompt, tool_specs), standins)
+        name = self._chosen(template, bool(tools))
+        given = [list(messages), None if tools is None else _schemas(tools), dict(template_args or {})]
+        (marked, specs, arguments), standins = self._marker.mark(given, str(self._fast.chat_template))
+        text = self._render(marked, add_generation_prompt, specs, name, arguments)
+        return self._template_ids(text, standins)
 
     def chat_start(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a first prompt: the messages and the generation prompt."""
-        return self.render_chat(messages)
+        """Ids of a first prompt: the messages and the generation prompt. The last ones are kept: siblings begin alike."""
+        key = repr(messages)
+        if key not in self._starts:
+            if len(self._starts) >= STARTS_KEPT:
+                self._starts.pop(next(iter(self._starts)))
+            self._starts[key] = self.render_chat(messages)
+        return list(self._starts[key])
 
     @property
     def end_of_turn_id(self) -> int:
@@ -160,15 +216,32 @@ class Tokenizer:
 
     # ------------------------------------------------------------------------------------------------ templates
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Any] | None = None) -> str:
-        from jinja2 import TemplateError
+    def _chosen(self, template: str | None, tools: bool) -> str | None:
+        """The name of the template to use, None if there is only one, which has none. ValueError if it is not there."""
+        named = self._fast.chat_template
+        if not isinstance(named, dict):
+            if template is not None:
+                raise ValueError(f"template={template!r}: {self._name} has a single template without a name")
+            return None
+        name = template or ("tool_use" if tools and "tool_use" in named else "default")
+        if name not in named:
+            raise ValueError(f"template={template!r}: {self._name} has {', '.join(sorted(named))}, no {name!r}")
+        return name
 
+    def _render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        tools: Sequence[Any] | None = None,
+        template: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        options = {**(arguments or {}), "tokenize": False, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._fast.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except (TemplateError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"messages: the chat template of {self._name} refuses them: {error}") from error
+            return self._fast.apply_chat_template(list(messages), tools=tools, chat_template=template, **options)
+        except Exception as error:  # a template is a program: it raises what its author or its input leads it to
+            reason = str(error) or type(error).__name__
+            raise ValueError(f"messages: the chat template of {self._name} refuses them: {reason}") from error
 
     def _check(self, messages: Sequence[Message]) -> None:
         if not self.has_chat_template:
@@ -194,7 +267,7 @@ class Tokenizer:
         """The template's text after the ended reply in [ask, reply, message, generation prompt], stand-ins still in it."""
         self._check([message])
         prompt, ending, _ = self._assistant_turn()
-        marked, _, standins = self._marker.mark([message], None, str(self._fast.chat_template))
+        marked, standins = self._marker.mark([message], str(self._fast.chat_template))
         asked, replied = {"role": "user", "content": ASK}, {"role": "assistant", "content": REPLY}
         text = self._render([asked, replied, *marked], True)
         gap, found, rest = text[len(prompt) :].partition(REPLY)
@@ -245,9 +318,10 @@ class Tokenizer:
         """Ids of a piece of plain text; `first`: nothing precedes it."""
         if not text:
             return []
-        if first or not self._first_differs:
-            return self.encode(text)
-        # SentencePiece tokenizers put a space before the first word of a text: encode behind a line break, then drop that.
+        return self.encode(text) if first or not self._first_differs else self._continued_ids(text)
+
+    def _continued_ids(self, text: str) -> list[int]:
+        """SentencePiece tokenizers put a space before the first word of a text: encodes behind a line break, then drops it."""
         anchor = self.encode("\n")
         ids = self.encode("\n" + text)
         return ids[len(anchor) :] if ids[: len(anchor)] == anchor else self.encode(text)
@@ -258,7 +332,8 @@ class Tokenizer:
         if special is None:
             return False
         self._backend.encode_special_tokens = False
-        return self.encode(special + "a")[1:] != self.encode("a")
+        after, alone = (self._backend.encode(text, add_special_tokens=False).ids for text in (special + "a", "a"))
+        return after[1:] != alone
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -271,7 +346,19 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
 
 
-def _fallback_byte(token: str) -> bytes:
-    """The byte of a SentencePiece byte token such as "<0x0A>", empty for other tokens."""
-    match = re.fullmatch("<0x([0-9A-F]{2})>", token)
-    return bytes.fromhex(match.group(1)) if match else b""
+def _decoder_types(decoder: Any) -> list[str]:
+    """What a decoder of the tokenizers library is made of: ["ByteLevel"], ["Replace", "ByteFallback", ...], []."""
+    state = json.loads(decoder.__getstate__()) if decoder is not None else {}
+    return [part["type"] for part in state.get("decoders", [state] if state else [])]
+
+
+def _schemas(tools: Sequence[Any]) -> list[Any]:
+    """Tools as JSON schemas; functions are described by their annotations and docstring. ValueError for anything else."""
+    from transformers.utils import get_json_schema
+
+    if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence):
+        raise ValueError(f"tools={tools!r}: must be a list of JSON schemas or functions")
+    try:
+        return [get_json_schema(tool) if callable(tool) else dict(tool) for tool in tools]
+    except Exception as error:  # a docstring that does not describe every argument, or no tool at all
+        raise ValueError(f"tools: each must be a JSON schema or a function with annotations and docstring: {error}") from error

@@ -30,6 +30,9 @@ from pearl.protocol import Event, Failed, Interrupted, Kill, Notice, Ping, Pong,
 from pearl.rl import process
 from pearl.rl.heartbeat import LONGEST_GAP_S
 
+POLL_MS = 200
+WATCH_EVERY_S = 0.05
+
 ENDED_GRACE_S = 1.0
 """A controller that ended may have sent its last command just before; it gets this long to arrive."""
 
@@ -125,28 +128,27 @@ class ControlThread(threading.Thread):
     def _run(self) -> None:
         context = zmq.Context()
         client = Client(context, self._address, f"rank{self.rank}", ToRank)
-        last, silence = time.monotonic(), 0.0
+        poller = zmq.Poller()
+        poller.register(client.socket, zmq.POLLIN)
+        poller.register(self._wake_reader, zmq.POLLIN)
+        last, silence, watched = time.monotonic(), 0.0, -math.inf
         while not self._closing.is_set():
-            self._wait(client)
+            ready = dict(poller.poll(POLL_MS))
+            if self._wake_reader in ready:
+                os.read(self._wake_reader, 65536)
             now = time.monotonic()
             gap, last = min(now - last, LONGEST_GAP_S), now
-            silence = 0.0 if self._receive(client) else silence + gap
+            silence = 0.0 if client.socket in ready and self._receive(client) else silence + gap
             while self._calls:
                 self._calls.popleft()()
-            self._watch(silence)
+            if now - watched > WATCH_EVERY_S:  # asks the system; most turns of this loop only pass a message on
+                watched = now
+                self._watch(silence)
             self._flush(client)
             self._pass_time(gap)
         self._flush(client)
         client.close()
         context.term()
-
-    def _wait(self, client: Client) -> None:
-        poller = zmq.Poller()
-        poller.register(client.socket, zmq.POLLIN)
-        poller.register(self._wake_reader, zmq.POLLIN)
-        poller.poll(200)
-        with contextlib.suppress(BlockingIOError):  # nobody woke us; the poll ended by itself
-            os.read(self._wake_reader, 65536)
 
     def _receive(self, client: Client) -> bool:
         messages = client.receive()

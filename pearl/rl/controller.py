@@ -180,7 +180,11 @@ class Controller:
     # ------------------------------------------------------------------------------------------------- the loop
 
     def pump(self, timeout_s: float = POLL_S) -> None:
-        """One turn: waits for anything to arrive, takes it, lets new work start, and sends what has gathered."""
+        """One turn: lets work start, waits for anything to arrive, takes it, and sends what that leads to.
+
+        The first comes before the wait: between two turns a step may have ended, after which nothing arrives by itself.
+        """
+        self._let_start()
         wait([self.server, *self.pool.ends], timeout_s)
         for _, message in self.server.receive():
             self._heartbeat.heard(message.rank)
@@ -188,11 +192,15 @@ class Controller:
         if self.server.rejected:  # it may have been what a wait is for
             raise JobFailed("a message came that is none of this release: do all ranks run the same?")
         now = self.clock.now()
-        if self.collector is not None and self.training is not None:
+        if self.collector is not None:
             self.collector.poll_environments(now)
+        self._let_start()
+        self._watch(now)
+
+    def _let_start(self) -> None:
+        if self.collector is not None and self.training is not None:
             self.training.admit()
             self.collector.flush()
-        self._watch(now)
 
     def wait_for(self, ready: Callable[[], bool], limit: str, what: str, *, renew: Callable[[], Any] | None = None) -> None:
         """Pumps until `ready()`. JobFailed names `what` after the time-out called `limit` ("section.field" of the Config).
