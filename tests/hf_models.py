@@ -6,12 +6,25 @@ norm hides below any tolerance. `randomise` also moves what Hugging Face leaves 
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 128,
@@ -39,6 +52,22 @@ def dense(seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
 def llama(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
     """The same shape as a Llama; `attention_bias` and `mlp_bias` are taken."""
     return _build(LlamaForCausalLM, LlamaConfig, seed, overrides)
+
+
+def qwen2(seed: int = 0, **overrides: Any) -> Qwen2ForCausalLM:
+    """The same shape as a Qwen2: biases on queries, keys and values."""
+    return _build(Qwen2ForCausalLM, Qwen2Config, seed, overrides)
+
+
+def mistral(seed: int = 0, **overrides: Any) -> MistralForCausalLM:
+    """The same shape as a Mistral; its window is 4096 unless `sliding_window` is given."""
+    return _build(MistralForCausalLM, MistralConfig, seed, overrides)
+
+
+def moe(seed: int = 0, **overrides: Any) -> Qwen3MoeForCausalLM:
+    """The same shape as a Qwen3-MoE: four small experts, two for each token."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return _build(Qwen3MoeForCausalLM, Qwen3MoeConfig, seed, experts | overrides)
 
 
 def randomise(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
@@ -79,7 +108,7 @@ def greedy(model: PreTrainedModel, ids: list[int], n: int) -> tuple[list[int], l
 
 
 def _build(model_class: type, config_class: type, seed: int, overrides: dict[str, Any]) -> Any:
-    fields = SHAPE | overrides
+    fields = copy.deepcopy(SHAPE | overrides)  # transformers writes into the rope parameters that it is given
     if "rope_theta" in fields:
         fields["rope_parameters"] = {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}
     torch.manual_seed(seed)

@@ -9,6 +9,7 @@ import hf_models
 import numpy as np
 import pytest
 import torch
+from model_variants import IGNORING, VARIANTS
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -22,25 +23,6 @@ from pearl.engine.weights.store import WeightStore
 
 TOLERANCE = 1e-4
 LENGTHS = (13, 1, 40, 8, 5)
-
-VARIANTS: dict[str, tuple[Callable[..., PreTrainedModel], dict[str, Any]]] = {
-    "dense": (hf_models.dense, {}),
-    "dense-tied": (hf_models.dense, {"tie_word_embeddings": True}),
-    "dense-bias": (hf_models.dense, {"attention_bias": True}),
-    "dense-theta-1e4": (hf_models.dense, {"rope_theta": 1e4}),
-    "dense-large-eps": (hf_models.dense, {"rms_norm_eps": 0.5}),
-    "dense-no-groups": (hf_models.dense, {"num_key_value_heads": 4}),
-    "dense-one-kv-head-of-5": (hf_models.dense, {"num_attention_heads": 5, "num_key_value_heads": 1}),
-    "dense-groups-of-7": (hf_models.dense, {"num_attention_heads": 14, "num_key_value_heads": 2}),
-    "dense-head-80": (hf_models.dense, {"head_dim": 80}),
-    "llama": (hf_models.llama, {}),
-    "llama-tied": (hf_models.llama, {"tie_word_embeddings": True}),
-    "llama-biases": (hf_models.llama, {"attention_bias": True, "mlp_bias": True}),
-    "llama-mlp-bias": (hf_models.llama, {"mlp_bias": True}),
-    "llama-head-96": (hf_models.llama, {"head_dim": 96}),
-    "llama-groups-of-5": (hf_models.llama, {"hidden_size": 40, "num_attention_heads": 10, "num_key_value_heads": 2}),
-}
-
 
 def config_of(model: PreTrainedModel, **changes: Any) -> ModelConfig:
     return from_hf({**model.config.to_dict(), "architectures": [type(model).__name__], **changes})
@@ -133,18 +115,25 @@ def test_block_and_chunk_sizes_do_not_matter(block_size: int, chunk: int) -> Non
     assert gap(ours, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("build", "overrides", "wrong"),
-    [
-        (hf_models.dense, {}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
-        (hf_models.dense, {"rms_norm_eps": 0.5}, {"rms_norm_eps": 1e-6}),
-    ],
-)
-def test_a_wrong_number_in_the_configuration_shows(build: Callable, overrides: dict, wrong: dict) -> None:
+@pytest.mark.parametrize(("block_size", "chunk"), [(1, 1), (3, 2), (3, 5), (4, 3), (4, 64), (16, 4)])
+@pytest.mark.parametrize("variant", ["dense-window-mixed", "mistral-window"])
+def test_block_and_chunk_sizes_do_not_matter_to_windows(variant: str, block_size: int, chunk: int) -> None:
+    build, overrides = VARIANTS[variant]
     model = hf_models.randomise(build(**overrides))
-    ids = hf_models.prompt(40)
+    sequences = sequences_of((33, 4, 1, 16, 5))
+    expected = [hf_models.logits(model, ids) for ids in sequences]
+    ours = paged_logits(decoder_of(model), sequences, block_size=block_size, chunk=chunk, seed=chunk)
+    assert gap(ours, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(("variant", "ignoring"), IGNORING)
+def test_a_wrong_number_in_the_configuration_shows(variant: str, ignoring: Callable[[ModelConfig], ModelConfig]) -> None:
+    build, overrides = VARIANTS[variant]
+    model, ids = hf_models.randomise(build(**overrides)), hf_models.prompt(40)
+    wrong = ignoring(config_of(model))
+    assert wrong != config_of(model)
     with torch.no_grad():
-        ours = packed_logits(decoder_of(model, config_of(model, **wrong)), [ids])
+        ours = packed_logits(decoder_of(model, wrong), [ids])
     assert gap(ours, [hf_models.logits(model, ids)]) > 0.1
 
 
@@ -175,7 +164,10 @@ def test_old_and_new_spelling_of_a_configuration() -> None:
         assert gap(packed_logits(decoder_of(model, from_hf(old)), [ids]), [hf_models.logits(model, ids)]) > 1.0
 
 
-@pytest.mark.parametrize("variant", ["dense", "dense-tied", "llama-biases"])
+TRAINED = ["dense", "dense-tied", "llama-biases", "qwen2", "dense-window-mixed", "qwen2-window", "llama-llama3", "dense-yarn"]
+
+
+@pytest.mark.parametrize("variant", TRAINED)
 def test_gradients_equal_transformers(variant: str) -> None:
     """One backward pass of a packed batch against the sum over separate sequences. Lengths make two padded groups."""
     build, overrides = VARIANTS[variant]

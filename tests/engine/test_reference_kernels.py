@@ -19,14 +19,17 @@ CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-def attention_oracle(q_QHB: np.ndarray, k_LGB: np.ndarray, v_LGB: np.ndarray, scale: float) -> np.ndarray:
-    """Query i of Q sees keys 0 .. L - Q + i; head h reads kv head h // (H / G). Float64, one query at a time."""
+def attention_oracle(
+    q_QHB: np.ndarray, k_LGB: np.ndarray, v_LGB: np.ndarray, scale: float, window: int = 0
+) -> np.ndarray:
+    """Query i of Q sees keys 0 .. L - Q + i, or the `window` last; head h reads kv head h // (H / G). Float64, one by one."""
     queries, heads, _ = q_QHB.shape
     group, first = heads // k_LGB.shape[1], len(k_LGB) - queries
     out = np.zeros_like(q_QHB)
     for i in range(queries):
         for h in range(heads):
-            keys, values = k_LGB[: first + i + 1, h // group], v_LGB[: first + i + 1, h // group]
+            seen = slice(max(0, first + i + 1 - window) if window else 0, first + i + 1)
+            keys, values = k_LGB[seen, h // group], v_LGB[seen, h // group]
             scores = keys @ q_QHB[i, h] * scale
             weights = np.exp(scores - scores.max())
             out[i, h] = weights @ values / weights.sum()
@@ -78,19 +81,19 @@ class Paged:
     def slot(self, s: int, position: int, block_size: int) -> int:
         return self.tables[s][position // block_size] * block_size + position % block_size
 
-    def expected(self) -> Tensor:
+    def expected(self, window: int = 0) -> Tensor:
         parts = self.q.double().split(self.queries)
         rows = [
-            attention_oracle(q.numpy(), k.double().numpy(), v.double().numpy(), self.scale)
+            attention_oracle(q.numpy(), k.double().numpy(), v.double().numpy(), self.scale, window)
             for q, k, v in zip(parts, self.k, self.v, strict=True)
         ]
         return torch.from_numpy(np.concatenate(rows))
 
-    def gap(self, kernels: ReferenceKernels) -> float:
-        out = kernels.paged_attention(self.q, self.pool, self.batch, self.scale)
+    def gap(self, kernels: ReferenceKernels, window: int = 0) -> float:
+        out = kernels.paged_attention(self.q, self.pool, self.batch, self.scale, window)
         assert out.dtype == self.q.dtype
         assert out.is_contiguous()
-        return float((out.double() - self.expected()).abs().max())
+        return float((out.double() - self.expected(window)).abs().max())
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -101,14 +104,32 @@ class Paged:
     heads=st.sampled_from([(4, 2), (2, 2), (5, 1), (14, 2), (6, 3)]),
     dim=st.sampled_from([2, 16, 80]),
     poison=st.sampled_from([float("nan"), float("inf"), -float("inf"), 1e30]),
+    window=st.sampled_from([0, 1, 2, 3, 4, 5, 17, 100]),
 )
-def test_paged_attention(decodes, chunks, block_size, heads, dim, poison) -> None:
+def test_paged_attention(decodes, chunks, block_size, heads, dim, poison, window) -> None:
     if not decodes and not chunks:
         decodes = [1]
     contexts = [*decodes, *(before + new for before, new in chunks)]
     queries = [1] * len(decodes) + [new for _, new in chunks]
     problem = Paged(contexts, queries, heads=heads, dim=dim, block_size=block_size, poison=poison)
-    assert problem.gap(ReferenceKernels()) < TOLERANCE[torch.float32]
+    assert problem.gap(ReferenceKernels(), window) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(("block_size", "window"), [(4, 4), (3, 4), (4, 3), (1, 6), (16, 5)])
+def test_what_left_the_window_is_not_read(block_size: int, window: int) -> None:
+    """Keys and values before the window of the first query may be anything, also beside seen ones in a block."""
+    problem = Paged([40, 9, 2, 30, 21], [1, 1, 1, 6, 5], block_size=block_size)
+    for s, (context, queries) in enumerate(zip(problem.contexts, problem.queries, strict=True)):
+        for position in range(max(0, context - queries + 1 - window)):
+            slot = problem.slot(s, position, block_size)
+            problem.pool[:, slot // block_size, :, slot % block_size] = float("nan")
+    assert problem.gap(ReferenceKernels(), window) < TOLERANCE[torch.float32]
+
+
+def test_one_batch_in_layers_of_several_windows() -> None:
+    kernels, problem = ReferenceKernels(), Paged([30, 3, 60], [1, 1, 4])
+    for window in (4, 0, 9, 4, 0):
+        assert problem.gap(kernels, window) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -124,6 +145,8 @@ def test_the_oracle_tells_wrong_variants_apart() -> None:
     top_left = np.concatenate([attention_oracle(q[i : i + 1], k[: i + 1], v[: i + 1], problem.scale) for i in range(6)])
     tiled = attention_oracle(q[:, [0, 2, 1, 3]], k, v, problem.scale)[:, [0, 2, 1, 3]]
     assert np.abs(top_left - right).max() > 0.1
+    windows = [attention_oracle(q, k, v, problem.scale, window) for window in (3, 4, 5, 0)]
+    assert min(np.abs(a - b).max() for i, a in enumerate(windows) for b in windows[:i]) > 0.05
     assert np.abs(tiled - right).max() > 0.1
 
 
@@ -193,14 +216,16 @@ def test_length_groups(lengths: list[int], max_cells: int) -> None:
         assert torch.equal(group.token_of_cell[group.cell_of_token], group.tokens_T)
 
 
+@pytest.mark.parametrize("window", [0, 1, 4, 7, 50])
 @pytest.mark.parametrize("lengths", [(7,), (3, 3, 3), (1, 40, 5, 6, 1, 22)])
-def test_varlen_attention(lengths: tuple[int, ...]) -> None:
+def test_varlen_attention(lengths: tuple[int, ...], window: int) -> None:
     rng = np.random.default_rng(1)
     q, k, v = (torch.from_numpy(rng.standard_normal((sum(lengths), heads, 16))).float() for heads in (6, 2, 2))
     batch = PackedBatch(positions_T=torch.cat([torch.arange(n) for n in lengths]), lengths=lengths)
-    out = ReferenceKernels().varlen_attention(q, k, v, batch, 0.25)
+    out = ReferenceKernels().varlen_attention(q, k, v, batch, 0.25, window)
     parts = [x.double().split(lengths) for x in (q, k, v)]
-    expected = np.concatenate([attention_oracle(*(x.numpy() for x in each), 0.25) for each in zip(*parts, strict=True)])
+    rows = [attention_oracle(*(x.numpy() for x in each), 0.25, window) for each in zip(*parts, strict=True)]
+    expected = np.concatenate(rows)
     assert np.abs(out.double().numpy() - expected).max() < TOLERANCE[torch.float32]
 
 
@@ -233,10 +258,11 @@ def test_gradients_in_float64() -> None:
     angle = torch.randn(8, 2, dtype=torch.float64)
     cos, sin = (torch.cat((x, x), -1) for x in (angle.cos(), angle.sin()))
     check = torch.autograd.gradcheck
-    assert check(
-        lambda q, k, v: kernels.varlen_attention(q, k, v, batch, 0.5),
-        (_doubles(8, 4, 2), _doubles(8, 2, 2), _doubles(8, 2, 2)),
-    )
+    for window in (0, 1, 3):
+        assert check(
+            lambda q, k, v, window=window: kernels.varlen_attention(q, k, v, batch, 0.5, window),
+            (_doubles(8, 4, 2), _doubles(8, 2, 2), _doubles(8, 2, 2)),
+        )
     assert check(lambda x, w: kernels.rms_norm(x, w, 1e-3), (_doubles(3, 6), _doubles(6)))
     assert check(lambda x, r, w: kernels.add_rms_norm(x, r, w, 1e-3), (_doubles(3, 6), _doubles(3, 6), _doubles(6)))
     assert check(

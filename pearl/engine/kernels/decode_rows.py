@@ -1,8 +1,9 @@
 """Attention of decode rows (one query each) over the paged pool in plain torch: a padded gather and two batched products.
 
 Owns the plan of a step (which pool rows are gathered, which gathered cells are unused) and the scratch memory; knows nothing
-of chunks of several queries. Invariant: cells at or past a row's context length are zeroed or masked before they meet a
-number that counts. Shapes: D rows, G kv heads, R query heads per kv head, H = G * R, L padded length, B head_dim.
+of chunks of several queries. Invariant: cells outside a row's window or context are zeroed and masked before they meet a
+number that counts; blocks outside the window are not read. Shapes: D rows, G kv heads, R query heads per kv head, H = G * R,
+L padded length, B head_dim.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ class DecodePlan:
     """One rectangle of decode rows. `rows` picks them out of the batch; `length` is L, a multiple of the block size.
 
     `gather` are (block, head) rows of the pool in [D, G, block] order; `bias_D1L` is -inf on the cells that do not exist, else
-    0; `unwritten` are the flat cells of [D, G, L] that are gathered from slots that the row never wrote.
+    0; `unseen` are the flat cells of [D, G, L] that are gathered from slots that the row never wrote or no longer sees.
     """
 
     rows: slice | Tensor
     length: int
     gather: Tensor
     bias_D1L: Tensor
-    unwritten: Tensor
+    unseen: Tensor
 
 
 class Scratch:
@@ -58,28 +59,40 @@ def widened(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-def plan_decode(batch: PagedBatch, kv_2NG__: Tensor) -> list[DecodePlan]:
-    """Rectangles that cover the batch's decode rows; valid for every layer of a pool of this shape."""
+def plan_decode(batch: PagedBatch, kv_2NG__: Tensor, window: int = 0) -> list[DecodePlan]:
+    """Rectangles that cover the batch's decode rows; valid for every layer of this window of a pool of this shape."""
     _, _, kv_heads, block_size, dim = kv_2NG__.shape
-    lengths = batch.context_lens_S[: batch.num_decodes].tolist()
-    groups = length_groups(tuple(lengths), kv_2NG__.device, MAX_ELEMENTS // (kv_heads * dim))
-    return [_plan_group(batch, group, kv_heads, block_size) for group in groups]
+    contexts = batch.context_lens_S[: batch.num_decodes].tolist()
+    spans = tuple(context - (_first_seen(context, window) // block_size) * block_size for context in contexts)
+    groups = length_groups(spans, kv_2NG__.device, MAX_ELEMENTS // (kv_heads * dim))
+    return [_plan_group(batch, group, kv_heads, block_size, window) for group in groups]
 
 
-def _plan_group(batch: PagedBatch, group: LengthGroup, kv_heads: int, block_size: int) -> DecodePlan:
+def _first_seen(context: int, window: int) -> int:
+    """The first position that the newest of `context` tokens sees."""
+    return max(0, context - window) if window else 0
+
+
+def _plan_group(batch: PagedBatch, group: LengthGroup, kv_heads: int, block_size: int, window: int) -> DecodePlan:
+    """Positions count from the first block that a row sees something of."""
     rows = slice(0, batch.num_decodes) if group.rows is None else group.rows
     context_D1 = batch.context_lens_S[rows].long()[:, None]
+    seen_D1 = (context_D1 - window).clamp_(min=0) if window else torch.zeros_like(context_D1)
+    first_D1 = seen_D1 // block_size
+    end_D1, start_D1 = context_D1 - first_D1 * block_size, seen_D1 - first_D1 * block_size
     blocks = -(-group.longest // block_size)
     block_N = torch.arange(blocks, device=context_D1.device)
-    # Missing blocks are read from the row's first one: finite numbers that are in the cache anyway, so that only the tail of
-    # the last block has to be cleaned.
-    source_DN = torch.where(block_N * block_size < context_D1, block_N, 0)
-    table_DN = batch.block_tables_SN[rows].long().gather(1, source_DN)
+    # Missing blocks are read from the row's first one: numbers that are read anyway, so that only the ends of the row's own
+    # cells have to be cleaned.
+    source_DN = torch.where(block_N * block_size < end_D1, block_N, 0)
+    table_DN = batch.block_tables_SN[rows].long().gather(1, first_D1 + source_DN)
     offset_B = torch.arange(block_size, device=context_D1.device)
-    unwritten_DL = (source_DN[:, :, None] * block_size + offset_B).flatten(1) >= context_D1
+    place_DL = (source_DN[:, :, None] * block_size + offset_B).flatten(1)
+    unseen_DL = (place_DL >= end_D1) | (place_DL < start_D1)
     length = blocks * block_size
+    cell_L = torch.arange(length, device=context_D1.device)
     bias_DL = torch.zeros(len(table_DN), length, dtype=torch.float32, device=context_D1.device)
-    bias_DL.masked_fill_(torch.arange(length, device=context_D1.device) >= context_D1, float("-inf"))
+    bias_DL.masked_fill_((cell_L >= end_D1) | (cell_L < start_D1), float("-inf"))
     # (block, head) is one contiguous row of the pool: gathered in [row, head, block] order, nothing is transposed later.
     head_G1 = torch.arange(kv_heads, device=context_D1.device)[:, None]
     return DecodePlan(
@@ -87,7 +100,7 @@ def _plan_group(batch: PagedBatch, group: LengthGroup, kv_heads: int, block_size
         length=length,
         gather=(table_DN[:, None] * kv_heads + head_G1).flatten(),
         bias_D1L=bias_DL[:, None],
-        unwritten=unwritten_DL[:, None].expand(-1, kv_heads, -1).flatten().nonzero()[:, 0],
+        unseen=unseen_DL[:, None].expand(-1, kv_heads, -1).flatten().nonzero()[:, 0],
     )
 
 
@@ -105,11 +118,11 @@ def decode_attention(q_DHB: Tensor, kv_2NG__: Tensor, plan: DecodePlan, scale: f
 
 
 def _gather(name: str, pool_NG__: Tensor, plan: DecodePlan, scratch: Scratch) -> Tensor:
-    """The plan's cells [D * G * L, B], widened, with 0 where a slot was never written (a weight of 0 does not undo a NaN)."""
+    """The plan's cells [D * G * L, B], widened, with 0 where nothing may be seen (a weight of 0 does not undo a NaN)."""
     _, _, block_size, dim = pool_NG__.shape
     rows = pool_NG__.view(-1, block_size * dim)
     shape = (len(plan.gather), rows.shape[1])
     out = torch.index_select(rows, 0, plan.gather, out=scratch.take(name, shape, rows))
     if out.dtype not in (torch.float32, torch.float64):
         out = scratch.take(name + "_wide", shape, rows, torch.float32).copy_(out)
-    return out.view(-1, dim).index_fill_(0, plan.unwritten, 0.0)
+    return out.view(-1, dim).index_fill_(0, plan.unseen, 0.0)

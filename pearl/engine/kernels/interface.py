@@ -82,14 +82,38 @@ class Kernels(Protocol):
     def silu_and_mul(self, gate_up_TF2: Tensor) -> Tensor:
         """silu(first half) * second half of the last axis."""
 
+    def moe(
+        self,
+        x_TD: Tensor,
+        router_ED: Tensor,
+        gate_up_EFD: Tensor,
+        down_EDF: Tensor,
+        *,
+        top_k: int,
+        normalise: bool,
+        first: int = 0,
+    ) -> Tensor:
+        """The `top_k` best experts' MLPs, times their shares, added up; the shares (fp32) are a softmax over all experts.
+
+        `normalise`: of those chosen, so that they add up to 1. Ties go to the lowest number. The router has all experts, the
+        other two those from number `first` on that are here; what others add is left out.
+        """
+
     def store_kv(self, k_TGB: Tensor, v_TGB: Tensor, kv_2NG__: Tensor, slot_mapping_T: Tensor) -> None:
         """Writes one layer's keys and values to the pool."""
 
-    def paged_attention(self, q_THB: Tensor, kv_2NG__: Tensor, batch: PagedBatch, scale: float) -> Tensor:
-        """Causal attention over the pool; never reads a slot at or past `context_lens` (it may hold NaN)."""
+    def paged_attention(
+        self, q_THB: Tensor, kv_2NG__: Tensor, batch: PagedBatch, scale: float, window: int = 0
+    ) -> Tensor:
+        """Causal attention over the pool; never reads a slot at or past `context_lens` (it may hold NaN).
 
-    def varlen_attention(self, q_THB: Tensor, k_TGB: Tensor, v_TGB: Tensor, batch: PackedBatch, scale: float) -> Tensor:
-        """Causal self-attention inside each packed sequence; differentiable where the kernels train."""
+        A query sees the `window` last keys up to its own, its own among them; 0 is all.
+        """
+
+    def varlen_attention(
+        self, q_THB: Tensor, k_TGB: Tensor, v_TGB: Tensor, batch: PackedBatch, scale: float, window: int = 0
+    ) -> Tensor:
+        """Causal self-attention inside each packed sequence, in the same window; differentiable where the kernels train."""
 
     def pack(self, weight: Tensor) -> Tensor:
         """A weight in the layout these kernels read, made at weight commit (identity for most)."""

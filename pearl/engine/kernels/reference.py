@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pearl.engine.kernels.decode_rows import DecodePlan, Scratch, decode_attention, plan_decode, widened
+from pearl.engine.kernels.experts import mix, route
 from pearl.engine.kernels.interface import PackedBatch, PagedBatch
 from pearl.engine.kernels.padding import LengthGroup, length_groups, pad_rows, unpad_rows
 from pearl.engine.models.config import ModelConfig
@@ -26,7 +27,7 @@ class ReferenceKernels:
 
     def __init__(self) -> None:
         self._scratch = Scratch()
-        self._planned: tuple[PagedBatch, list[DecodePlan]] | None = None
+        self._planned: tuple[PagedBatch, dict[int, list[DecodePlan]]] | None = None
 
     def refusal(self, *, device: torch.device, dtype: torch.dtype, model: ModelConfig, block_size: int) -> str | None:
         if not dtype.is_floating_point or dtype.itemsize < 2:
@@ -67,6 +68,20 @@ class ReferenceKernels:
         gate_TF, up_TF = widened(gate_up_TF2).chunk(2, dim=-1)
         return (F.silu(gate_TF) * up_TF).to(gate_up_TF2.dtype)
 
+    def moe(
+        self,
+        x_TD: Tensor,
+        router_ED: Tensor,
+        gate_up_EFD: Tensor,
+        down_EDF: Tensor,
+        *,
+        top_k: int,
+        normalise: bool,
+        first: int = 0,
+    ) -> Tensor:
+        experts_TK, shares_TK = route(x_TD, router_ED, top_k, normalise)
+        return mix(x_TD, experts_TK, shares_TK, gate_up_EFD, down_EDF, first)
+
     def store_kv(self, k_TGB: Tensor, v_TGB: Tensor, kv_2NG__: Tensor, slot_mapping_T: Tensor) -> None:
         block_size = kv_2NG__.shape[3]
         block_T = torch.div(slot_mapping_T, block_size, rounding_mode="floor")
@@ -76,30 +91,37 @@ class ReferenceKernels:
         kv_2NG__[1, block_T, :, offset_T] = v_TGB.detach()
 
     @torch.no_grad()
-    def paged_attention(self, q_THB: Tensor, kv_2NG__: Tensor, batch: PagedBatch, scale: float) -> Tensor:
+    def paged_attention(
+        self, q_THB: Tensor, kv_2NG__: Tensor, batch: PagedBatch, scale: float, window: int = 0
+    ) -> Tensor:
         o_THB = torch.empty_like(q_THB)
-        for plan in self._decode_plans(batch, kv_2NG__):
+        for plan in self._decode_plans(batch, kv_2NG__, window):
             o_THB[plan.rows] = decode_attention(q_THB[plan.rows], kv_2NG__, plan, scale, self._scratch)
         lengths = batch.context_lens_S.tolist()
         starts = batch.query_starts_S1.tolist()
         for s in range(batch.num_decodes, len(lengths)):
             span = slice(starts[s], starts[s + 1])
-            o_THB[span] = _chunk_attention(q_THB[span], kv_2NG__, batch.block_tables_SN[s], lengths[s], scale)
+            o_THB[span] = _chunk_attention(q_THB[span], kv_2NG__, batch.block_tables_SN[s], lengths[s], scale, window)
         return o_THB
 
-    def _decode_plans(self, batch: PagedBatch, kv_2NG__: Tensor) -> list[DecodePlan]:
-        """The plan of a batch is the same in every layer: kept until another batch (a frozen value) comes."""
+    def _decode_plans(self, batch: PagedBatch, kv_2NG__: Tensor, window: int) -> list[DecodePlan]:
+        """The plan of a batch is the same in all layers of one window: kept until another batch (a frozen value) comes."""
         if self._planned is None or self._planned[0] is not batch:
-            self._planned = (batch, plan_decode(batch, kv_2NG__))
-        return self._planned[1]
+            self._planned = (batch, {})
+        plans = self._planned[1]
+        if window not in plans:
+            plans[window] = plan_decode(batch, kv_2NG__, window)
+        return plans[window]
 
-    def varlen_attention(self, q_THB: Tensor, k_TGB: Tensor, v_TGB: Tensor, batch: PackedBatch, scale: float) -> Tensor:
+    def varlen_attention(
+        self, q_THB: Tensor, k_TGB: Tensor, v_TGB: Tensor, batch: PackedBatch, scale: float, window: int = 0
+    ) -> Tensor:
         if sum(batch.lengths) != q_THB.shape[0]:
             raise ValueError(f"lengths sum to {sum(batch.lengths)}: must be the number of tokens, {q_THB.shape[0]}")
         if not batch.positions_T.numel():
             return q_THB
         groups = length_groups(batch.lengths, q_THB.device)
-        outputs = [_padded_attention(q_THB, k_TGB, v_TGB, group, scale) for group in groups]
+        outputs = [_padded_attention(q_THB, k_TGB, v_TGB, group, scale, window) for group in groups]
         if len(groups) == 1:
             return outputs[0]
         order_T = torch.cat([group.tokens_T for group in groups])
@@ -122,26 +144,36 @@ def _norm_rope(x_THB: Tensor, cos_T1B: Tensor, signed_sin_T1B: Tensor, weight_B:
     return torch.addcmul(wide * cos_T1B.to(wide.dtype), swapped, signed_sin_T1B.to(wide.dtype)).to(x_THB.dtype)
 
 
-def _chunk_attention(q_QHB: Tensor, kv_2NG__: Tensor, table_N: Tensor, context: int, scale: float) -> Tensor:
-    """The last Q tokens of one sequence against all of its `context` keys."""
+def _chunk_attention(
+    q_QHB: Tensor, kv_2NG__: Tensor, table_N: Tensor, context: int, scale: float, window: int
+) -> Tensor:
+    """The last Q tokens of one sequence against its `context` keys, of which those that no query sees are not read."""
     kv_heads, block_size, dim = kv_2NG__.shape[2:]
-    blocks = kv_2NG__[:, table_N[: -(-context // block_size)].long()]
-    k_GLB, v_GLB = blocks.transpose(1, 2).reshape(2, kv_heads, -1, dim)[:, :, :context]
-    return _causal_attention(q_QHB.transpose(0, 1)[None], k_GLB[None], v_GLB[None], scale)[0].transpose(0, 1)
+    unseen = max(0, context - len(q_QHB) + 1 - window) if window else 0
+    first = unseen // block_size
+    blocks = kv_2NG__[:, table_N[first : -(-context // block_size)].long()]
+    kept = slice(unseen - first * block_size, context - first * block_size)
+    k_GLB, v_GLB = blocks.transpose(1, 2).reshape(2, kv_heads, -1, dim)[:, :, kept]
+    return _causal_attention(q_QHB.transpose(0, 1)[None], k_GLB[None], v_GLB[None], scale, window)[0].transpose(0, 1)
 
 
-def _padded_attention(q_THB: Tensor, k_TGB: Tensor, v_TGB: Tensor, group: LengthGroup, scale: float) -> Tensor:
+def _padded_attention(
+    q_THB: Tensor, k_TGB: Tensor, v_TGB: Tensor, group: LengthGroup, scale: float, window: int
+) -> Tensor:
     """The packed tokens of one group's sequences, in the group's order. Causality hides the padding on the right."""
     q, k, v = (pad_rows(x, group).transpose(1, 2) for x in (q_THB, k_TGB, v_TGB))
-    return unpad_rows(_causal_attention(q, k, v, scale).transpose(1, 2), group)
+    return unpad_rows(_causal_attention(q, k, v, scale, window).transpose(1, 2), group)
 
 
-def _causal_attention(q_SHQB: Tensor, k_SGLB: Tensor, v_SGLB: Tensor, scale: float) -> Tensor:
-    """Softmax attention where query i of Q sees keys 0 .. L - Q + i."""
+def _causal_attention(q_SHQB: Tensor, k_SGLB: Tensor, v_SGLB: Tensor, scale: float, window: int) -> Tensor:
+    """Softmax attention where query i of Q sees keys 0 .. L - Q + i, or the `window` last of these."""
     queries, keys = q_SHQB.shape[2], k_SGLB.shape[2]
+    narrow = 0 < window < keys
     mask = None
-    if queries != keys:  # `is_causal` would align the corner at the top left
+    if narrow or queries != keys:  # `is_causal` would align the corner at the top left
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q_SHQB.device).tril(keys - queries)
+    if mask is not None and narrow:
+        mask = mask.triu(keys - queries - window + 1)
     q, k, v = widened(q_SHQB), widened(k_SGLB), widened(v_SGLB)
     repeat = q.shape[1] // k.shape[1]
     if repeat > 1:
