@@ -31,8 +31,24 @@ def config_of(model: PreTrainedModel) -> ModelConfig:
 
 
 def tensors_of(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-    shapes = hf_shapes(config_of(model))
+    """The model's parameters as transformers holds them: with experts stacked."""
+    shapes = hf_shapes(config_of(model), stacked=True)
     return [(name, value.clone()) for name, value in model.state_dict().items() if name in shapes]
+
+
+def one_by_one(pairs: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """The same with a tensor for each expert and projection, as transformers writes them to files."""
+    single = []
+    for name, tensor in pairs:
+        layer, _, kind = name.rpartition(".experts.")
+        if not layer:
+            single.append((name, tensor))
+            continue
+        for expert, value in enumerate(tensor):
+            halves = zip(("gate_proj", "up_proj"), value.chunk(2), strict=True)
+            named = halves if kind == "gate_up_proj" else [(kind, value)]
+            single += [(f"{layer}.experts.{expert}.{projection}.weight", part.clone()) for projection, part in named]
+    return single
 
 
 @torch.no_grad()

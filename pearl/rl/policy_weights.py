@@ -14,25 +14,25 @@ from pathlib import Path
 from torch import Tensor
 
 from pearl.engine.models.decoder import Decoder, random_weights
-from pearl.engine.models.params import param_specs
+from pearl.engine.models.params import all_parts, param_specs
 from pearl.engine.weights.checkpoint import read_folder
-from pearl.rl.sharding import whole, write_rows
+from pearl.rl.sharding import whole, write_region
 
 
 def fill_from_folder(decoder: Decoder, folder: Path) -> None:
     """Reads a Hugging Face folder, one tensor in memory at a time; ValueError, before anything changes, if it does not fit."""
     parameters = dict(decoder.named_parameters())
-    places = {part.hf_name: (spec.name, part.start) for spec in param_specs(decoder.config) for part in spec.parts}
+    places = {part.hf_name: (spec.name, part) for spec in param_specs(decoder.config) for part in all_parts(spec)}
     for hf_name, tensor in read_folder(folder, decoder.config):
-        name, start = places[hf_name]
-        write_rows(parameters[name], start, tensor)
+        name, part = places[hf_name]
+        write_region(parameters[name], part.target, tensor)
 
 
 def fill_from_seed(decoder: Decoder, seed: int) -> None:
     """Random weights, the same on any number of ranks."""
     parameters = dict(decoder.named_parameters())
     for name, tensor in random_weights(decoder.config, seed):
-        write_rows(parameters[name], 0, tensor)
+        write_region(parameters[name], tuple((0, size) for size in tensor.shape), tensor)
 
 
 def named_hf_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -41,7 +41,7 @@ def named_hf_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     for spec in param_specs(decoder.config):
         value = whole(parameters[spec.name])
         for part in spec.parts:
-            yield part.hf_name, value[part.start : part.start + part.size]
+            yield part.hf_name, value[part.target_index]
 
 
 def gathered(decoder: Decoder, *, keep: bool) -> dict[str, Tensor]:

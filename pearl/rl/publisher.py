@@ -27,7 +27,9 @@ from pearl.engine.weights.transfer import BUCKET_BYTES, WeightReceiver, WeightSe
 
 Metrics = dict[str, float]
 PAUSE_S = 0.0002
-"""How long `wait` leaves the processor to the transfer itself between two polls."""
+"""How long at most `wait` leaves the processor to the transfer itself between two polls."""
+PAUSE_SHARE = 0.1
+"""Of the time that a publication has taken so far: a small model's is through before the longest pause is over."""
 TENSORS_A_POLL = 16
 """How many tensors a training rank that does not send goes through at once."""
 
@@ -83,7 +85,7 @@ class _Publisher:
         while (metrics := self.poll()) is None:
             if time.monotonic() > deadline:
                 raise CollectiveError(f"publishing version {self.version}: not through within {timeout_s:g} s")
-            time.sleep(PAUSE_S)
+            time.sleep(min(PAUSE_S, PAUSE_SHARE * (time.perf_counter() - self._began)))
         return metrics
 
     def _metrics(self, nbytes: int, commit_s: float) -> Metrics:
@@ -163,9 +165,8 @@ class ReceivingPublisher(_Publisher):
             raise
 
     def _poll(self) -> Metrics | None:
-        rows = self._receiver.poll()
-        if rows:
-            self._engine.stage_weights(rows, self.version, adopt=True)
+        for bucket in self._receiver.poll():
+            self._engine.stage_weights(bucket, self.version, adopt=True)
         if not self._receiver.finished:
             return None
         start = time.perf_counter()

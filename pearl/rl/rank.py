@@ -35,6 +35,8 @@ from pearl.protocol import (
 
 IDLE_WAIT_S = 0.2
 PUBLISH_POLL_S = 0.0002
+PUBLISH_POLL_SHARE = 0.1
+"""How often an idle rank looks after a publish under way: after this share of the time that it has taken, at most so long."""
 VERDICT_WAIT_S = 3.0
 
 
@@ -128,7 +130,9 @@ class RankLoop:
         """How long the loop may wait for a message."""
         if self._has_work():
             return 0.0
-        return PUBLISH_POLL_S if self._publishing else IDLE_WAIT_S
+        if self._publishing is None:
+            return IDLE_WAIT_S
+        return min(PUBLISH_POLL_S, PUBLISH_POLL_SHARE * (time.perf_counter() - self._publishing[1]))
 
     def _apply(self, message: Any) -> None:
         if self._exit_code is not None:

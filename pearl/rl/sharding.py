@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from pearl.engine.models.decoder import Decoder
+from pearl.engine.models.params import Box
 
 
 def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
@@ -52,12 +53,15 @@ def own_rows(tensor: Tensor) -> tuple[int, Tensor]:
 
 
 @torch.no_grad()
-def write_rows(tensor: Tensor, start: int, values: Tensor) -> None:
-    """Sets rows `start` and following of the (whole) tensor to `values`, as far as this rank holds them."""
+def write_region(tensor: Tensor, region: Box, values: Tensor) -> None:
+    """Sets a region of the (whole) tensor to `values`, in order, as far as this rank holds it."""
     first, rows = own_rows(tensor)
-    low, high = max(start, first), min(start + len(values), first + len(rows))
+    (start, stop), *others = region
+    low, high = max(start, first), min(stop, first + len(rows))
     if low < high:
-        rows[low - first : high - first].copy_(values[low - start : high - start])
+        shaped = values.reshape([b - a for a, b in region])
+        columns = tuple(slice(a, b) for a, b in others)
+        rows[low - first : high - first][:, *columns].copy_(shaped[low - start : high - start])
 
 
 @torch.no_grad()

@@ -54,7 +54,7 @@ def drive(transfer: WeightSender | WeightReceiver) -> dict[str, Tensor]:
         if isinstance(transfer, WeightSender):
             transfer.poll()
         else:
-            for name, rows, start in transfer.poll():
+            for name, rows, start in (piece for bucket in transfer.poll() for piece in bucket):
                 assert start == sum(len(part) for part in got.setdefault(name, []))
                 got[name].append(rows.clone())
         if transfer.finished:
@@ -163,8 +163,8 @@ def test_tensors_are_taken_one_after_the_other_as_they_are_sent() -> None:
         names = [[piece.hf_name for piece in bucket.pieces] for bucket in transfer._buckets]
         seen = 0
         while not transfer.finished:
-            if rows := transfer.poll():
-                last = max(index for index, bucket in enumerate(names) if rows[-1][0] in bucket)
+            if arrived := transfer.poll():
+                last = max(index for index, bucket in enumerate(names) if arrived[-1][-1][0] in bucket)
                 seen = max(seen, last + 1)
                 time.sleep(0.005)
                 ahead = {name for bucket in names[: seen + 3 * BUFFERS] for name in bucket}

@@ -10,8 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from weight_cases import EMBEDDING, HEAD, Q, config_of, is_model, new_decoder, snapshot, tensors_of, unchanged
+from weight_cases import (
+    EMBEDDING,
+    HEAD,
+    Q,
+    config_of,
+    is_model,
+    new_decoder,
+    one_by_one,
+    snapshot,
+    tensors_of,
+    unchanged,
+)
 
+from pearl.engine.kernels.reference import ReferenceKernels
+from pearl.engine.models.decoder import Decoder
+from pearl.engine.models.params import param_specs
 from pearl.engine.weights.store import WeightStore
 
 
@@ -109,7 +123,6 @@ def test_a_bad_update_changes_nothing(kind: str, bucket: int) -> None:
 def test_a_source_that_breaks_off_leaves_nothing_staged() -> None:
     model = hf_models.dense()
     decoder, store = new_decoder(config_of(model))
-    before = snapshot(decoder)
 
     def broken():
         yield from tensors_of(model)[:5]
@@ -118,8 +131,10 @@ def test_a_source_that_breaks_off_leaves_nothing_staged() -> None:
     with pytest.raises(ConnectionError):
         store.stage(broken(), 0)
     assert store.staged_version is None
-    assert unchanged(decoder, before)
     assert not store.ready
+    store.stage(tensors_of(model), 0)
+    store.commit()
+    assert is_model(decoder, model)
 
 
 def test_versions_only_grow_and_do_not_mix() -> None:
@@ -170,3 +185,195 @@ def test_the_store_checks_the_parameters_it_is_given() -> None:
     del params["layers.1.o.weight"]
     with pytest.raises(ValueError, match=r"params: missing or mis-shaped: layers.1.o.weight"):
         WeightStore(config, params, decoder.kernels)
+
+
+# ---------------------------------------------------------------------------------------------------- in place
+
+
+def loaded(model: PreTrainedModel) -> tuple[Decoder, WeightStore]:
+    decoder, store = new_decoder(config_of(model))
+    store.stage(tensors_of(model), 0)
+    store.commit()
+    return decoder, store
+
+
+@pytest.mark.parametrize("grouping", ["in order", "reversed", "shuffled", "by rows", "an iterator"])
+@pytest.mark.parametrize("build", [hf_models.dense, hf_models.llama, hf_models.moe])
+def test_a_stream_in_any_order_gives_the_weights(grouping: str, build: Callable[..., PreTrainedModel]) -> None:
+    old, new = build(), hf_models.randomise(build(seed=1), seed=1)
+    decoder, store = loaded(old)
+    addresses = {name: value.data_ptr() for name, value in decoder.named_parameters()}
+    pairs = tensors_of(new)
+    store.stream(
+        {
+            "in order": lambda: pairs,
+            "reversed": lambda: pairs[::-1],
+            "shuffled": lambda: random.Random(0).sample(pairs, len(pairs)),
+            "by rows": lambda: [(name, rows, start) for name, value in pairs for start, rows in by_rows(value)],
+            "an iterator": lambda: iter(pairs),
+        }[grouping](),
+        7,
+    )
+    assert (store.version, store.ready, store.staged_version) == (7, True, None)
+    assert is_model(decoder, new) and not is_model(decoder, old)
+    assert addresses == {name: value.data_ptr() for name, value in decoder.named_parameters()}
+
+
+def by_rows(value: Tensor) -> list[tuple[int, Tensor]]:
+    return [(start, value[start : start + 5]) for start in range(0, len(value), 5)]
+
+
+@pytest.mark.parametrize("kind", BAD_UPDATES)
+@pytest.mark.parametrize("sequence", [True, False])
+def test_a_bad_stream_leaves_the_old_version_or_none(kind: str, sequence: bool) -> None:
+    """What can be seen beforehand changes nothing; what comes up later leaves a store that serves nothing."""
+    old, new = hf_models.dense(), hf_models.dense(seed=1)
+    decoder, store = loaded(old)
+    before = snapshot(decoder)
+    change, message = BAD_UPDATES[kind]
+    pairs = change(tensors_of(new))
+    with pytest.raises(ValueError, match=message):
+        store.stream(pairs if sequence else iter(pairs), 1)
+    assert store.staged_version is None
+    of_values = kind in ("nan", "inf", "overflow")
+    if sequence and not of_values:
+        assert unchanged(decoder, before) and (store.version, store.ready) == (0, True)
+    else:
+        assert (store.version, store.ready) == (-1, False)
+    assert all(bool(torch.isfinite(value).all()) for value in decoder.parameters())
+    store.stream(tensors_of(new), 1)
+    assert store.version == 1 and is_model(decoder, new)
+
+
+@pytest.mark.parametrize("way", ["staged", "streamed"])
+def test_after_a_broken_stream_a_whole_version_makes_the_store_ready(way: str) -> None:
+    old, new = hf_models.dense(), hf_models.dense(seed=1)
+    decoder, store = loaded(old)
+
+    def broken():
+        yield from tensors_of(new)[:5]
+        raise ConnectionError("peer went away")
+
+    with pytest.raises(ConnectionError):
+        store.stream(broken(), 4)
+    assert (store.version, store.ready) == (-1, False)
+    assert not is_model(decoder, old)
+    if way == "staged":
+        store.stage(tensors_of(new)[:3], 4)
+        assert not store.ready
+        with pytest.raises(ValueError, match="22 of 25 tensors are missing"):
+            store.commit()
+        store.stage(tensors_of(new)[3:], 4)
+        store.commit()
+    else:
+        with pytest.raises(ValueError, match="22 of 25 tensors are missing"):
+            store.stream(iter(tensors_of(new)[:3]), 4)
+        store.stream(iter(tensors_of(new)), 4)
+    assert store.version == 4 and is_model(decoder, new)
+
+
+def test_all_that_is_wrong_with_a_sequence_is_said_at_once() -> None:
+    model = hf_models.dense()
+    _, store = loaded(model)
+    pairs = _with(EMBEDDING, lambda t: t.T)(_with(HEAD, lambda t: t.int())(_without(Q)(tensors_of(model))))
+    words = [f"{EMBEDDING}: shape", f"{HEAD}: dtype torch.int32", "x.y: the model has no such tensor"]
+    for way in (store.stage, store.stream):
+        with pytest.raises(ValueError) as error:
+            way([*pairs, ("x.y", pairs[0][1])], 1)
+        assert [word in str(error.value) for word in words] == [True] * 3
+    assert f"3 of 25 tensors are missing: {EMBEDDING}; " in str(error.value)
+    assert store.version == 0
+
+
+def test_a_stream_and_a_staged_version_do_not_mix() -> None:
+    model = hf_models.dense()
+    _, store = loaded(model)
+    store.stage(tensors_of(model)[:4], 2)
+    for version in (2, 3):
+        with pytest.raises(ValueError, match=f"version={version}: version 2 is being staged; commit or discard it first"):
+            store.stream(tensors_of(model), version)
+    assert (store.version, store.staged_version) == (0, 2)
+    with pytest.raises(ValueError, match="version=0: must be greater than the present version 0"):
+        store.stream(tensors_of(model), 0)
+
+
+@pytest.mark.parametrize("position", [0, 1000])
+def test_a_stream_takes_a_tied_head_only_if_it_is_the_embedding(position: int) -> None:
+    model = hf_models.dense(tie_word_embeddings=True)
+    decoder, store = loaded(model)
+    pairs = tensors_of(model)
+    pairs.insert(position, (HEAD, dict(pairs)[EMBEDDING].clone()))
+    store.stream(pairs, 1)
+    assert store.version == 1 and is_model(decoder, model)
+    other = [(name, value + 1e-3 if name == HEAD else value) for name, value in pairs]
+    with pytest.raises(ValueError, match="lm_head.weight differs from model.embed_tokens.weight"):
+        store.stream(other, 2)
+    assert store.version == -1
+
+
+def test_a_dropped_version_is_forgotten() -> None:
+    model, new = hf_models.dense(), hf_models.dense(seed=1)
+    decoder, store = loaded(model)
+    store.stage(tensors_of(model)[:4], 2)
+    store.drop()
+    assert (store.version, store.ready, store.staged_version) == (-1, False, None)
+    store.stage(tensors_of(new), 0)
+    store.commit()
+    assert store.version == 0 and is_model(decoder, new)
+
+
+def test_what_the_owner_wrote_can_be_declared_a_version() -> None:
+    decoder, store = new_decoder(config_of(hf_models.dense()))
+    decoder.init_weights(3)
+    before = snapshot(decoder)
+    store.declare(0)
+    assert store.version == 0 and unchanged(decoder, before)
+    with pytest.raises(ValueError, match="version=0: must be greater"):
+        store.declare(0)
+
+
+class Turned(ReferenceKernels):
+    """Reads weight matrices with their elements in reverse order."""
+
+    def pack(self, weight: Tensor) -> Tensor:
+        return weight.flip(0) if weight.ndim == 2 else weight
+
+
+@pytest.mark.parametrize("way", ["staged", "adopted", "streamed", "declared"])
+def test_every_way_in_packs_for_the_kernels(way: str) -> None:
+    """The first version, which is staged in place, and a later one."""
+    config = config_of(hf_models.moe())
+    params = {spec.name: torch.zeros(spec.shape) for spec in param_specs(config)}
+    plain, store = {name: value.clone() for name, value in params.items()}, WeightStore(config, params, Turned())
+    for version in (0, 1):
+        pairs = one_by_one(tensors_of(hf_models.moe(seed=version)))
+        reference = WeightStore(config, plain, ReferenceKernels())
+        reference.stage(pairs, 0)
+        reference.commit()
+        if way == "streamed":
+            store.stream(pairs, version)
+        elif way == "declared":
+            for name, value in plain.items():
+                params[name].copy_(value)
+            store.declare(version)
+        else:
+            store.stage(pairs, version, adopt=way == "adopted")
+            store.commit()
+        assert all(torch.equal(params[name], Turned().pack(value)) for name, value in plain.items())
+
+
+def test_the_first_version_is_staged_where_it_will_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is served before it, so no second copy is made; a later one is, once, and kept."""
+    made: list[int] = []
+    real = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda tensor: made.append(tensor.nbytes) or real(tensor))
+    model = hf_models.dense()
+    decoder, store = loaded(model)
+    assert made == []
+    for version in (1, 2):
+        store.stage(tensors_of(model), version)
+        store.commit()
+    assert sum(made) == sum(value.nbytes for value in decoder.parameters())
+    made.clear()
+    store.stream(tensors_of(model), 3)
+    assert made == []

@@ -38,6 +38,16 @@ class RecordingEngine:
         self.version, self.mode = version, mode
 
 
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "mlp_only_layers": [0],
+}
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder(tmp_path_factory.mktemp("model"))
@@ -95,7 +105,9 @@ def generate(engine: Engine, prompts: list[list[int]]) -> list[TrainSequence]:
     return made
 
 
-def test_engine_and_trainer_agree_on_every_version(model: Path):
+@pytest.mark.parametrize("family", ["dense", "experts"])
+def test_engine_and_trainer_agree_on_every_version(tmp_path: Path, family: str):
+    model = folder(tmp_path, **(EXPERTS if family == "experts" else {}))
     trainer = Trainer(model, config(optimizer={"lr": 0.01}))
     trainer.set_reference()
     sizes = {"max_model_len": 64, "max_batch_tokens": 16, "block_size": 4}

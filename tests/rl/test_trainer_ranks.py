@@ -21,8 +21,10 @@ from pearl.rl.trainer import Trainer
 
 replaced = msgspec.structs.replace
 
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 7, "mlp_only_layers": [0]}
 ODD = {"hidden_size": 18, "intermediate_size": 25, "head_dim": 4, "vocab_size": 41}
-"""On three ranks nothing divides, and of the four rows of q_norm the last rank has none."""
+ODD |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"} | EXPERTS
+"""On three ranks nothing divides, and of the four rows of q_norm the last rank has none. One layer is dense, one of experts."""
 
 SPREAD: dict[int, list] = {
     # A rank without sequences, ranks with more micro-batches than the others need, two updates.

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pearl.engine.models.config import FAMILIES, ModelConfig
+from pearl.engine.models.config import ModelConfig, to_hf
 from pearl.engine.models.params import hf_shapes, param_specs
 
 WEIGHTS = "model.safetensors"
@@ -33,19 +33,22 @@ def read_folder(folder: str | Path, config: ModelConfig) -> Iterator[tuple[str, 
     """Yields (Hugging Face name, tensor on the CPU in the file's dtype), one tensor in memory at a time.
 
     The whole set is checked first: one ValueError lists what is missing, unexpected, mis-shaped or not floating point. With
-    tied embeddings an `lm_head.weight` equal to the embedding is skipped; a different one is an error.
+    tied embeddings an `lm_head.weight` equal to the embedding is skipped; a different one is an error. Experts may lie one by
+    one or stacked, and are yielded as they lie.
     """
     folder = Path(folder)
     problems: list[str] = []
     try:
         files = _locate(folder)
+        present = {name for names in files.values() for name in names}
+        needed = _needed(present, config)
+        allowed = {**needed, HEAD: needed[EMBEDDING]} if config.tie_embeddings else needed
         for path, names in files.items():
             with safe_open(path, framework="pt") as file:
-                problems += _problems_in(file, names, config)
+                problems += _problems_in(file, names, allowed)
     except SafetensorError as error:
         raise ValueError(f"model={str(folder)!r}: a weight file is damaged: {error}") from error
-    present = {name for names in files.values() for name in names}
-    problems += [f"{name}: missing" for name in hf_shapes(config) if name not in present]
+    problems += [f"{name}: missing" for name in needed if name not in present]
     if not problems and config.tie_embeddings and HEAD in present:
         if not torch.equal(_read_one(files, HEAD), _read_one(files, EMBEDDING)):
             problems.append(f"{HEAD}: differs from {EMBEDDING}, but config.json says tie_word_embeddings")
@@ -55,11 +58,11 @@ def read_folder(folder: str | Path, config: ModelConfig) -> Iterator[tuple[str, 
 
 
 def hf_tensors(config: ModelConfig, params: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The decoder's parameters under their Hugging Face names, as views (fused ones are split by rows)."""
+    """The whole model's parameters under their Hugging Face names, as views; experts one by one."""
     for spec in param_specs(config):
         value = params[spec.name].detach()
         for part in spec.parts:
-            yield part.hf_name, value[part.start : part.start + part.size]
+            yield part.hf_name, value[part.target_index]
 
 
 def save_folder(
@@ -126,10 +129,16 @@ def _locate(folder: Path) -> dict[Path, list[str]]:
         return {single: list(file.keys())}
 
 
-def _problems_in(file, names: list[str], config: ModelConfig) -> list[str]:
-    shapes = hf_shapes(config)
-    if config.tie_embeddings:
-        shapes[HEAD] = shapes[EMBEDDING]
+def _needed(present: set[str], config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors a folder must have, in the form in which its experts are.
+
+    Where both forms lie the one of single experts is expected: the stacked tensors are then listed as unexpected.
+    """
+    single, stacked = hf_shapes(config), hf_shapes(config, stacked=True)
+    return stacked if present & (stacked.keys() - single.keys()) and not present & (single.keys() - stacked.keys()) else single
+
+
+def _problems_in(file, names: list[str], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     held = set(file.keys())
     problems = []
     for name in names:
@@ -171,35 +180,10 @@ def _companions(folder: Path) -> list[Path]:
 
 def _config_json(path: Path, config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict:
     """The folder's own configuration (or one made from `config`) with the dtype that is being written."""
-    content = json.loads(path.read_text()) if path.is_file() else _config_from(config)
+    content = json.loads(path.read_text()) if path.is_file() else to_hf(config)
     content.pop("torch_dtype", None)
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     return {**content, "dtype": dtype}
-
-
-def _config_from(config: ModelConfig) -> dict:
-    c = config
-    eos = list(c.eos_token_ids)
-    return {
-        "architectures": [c.architecture],
-        "model_type": FAMILIES[c.architecture],
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "max_position_embeddings": c.max_position,
-        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
-        "rms_norm_eps": c.rms_eps,
-        "hidden_act": "silu",
-        "tie_word_embeddings": c.tie_embeddings,
-        "attention_bias": c.attention_bias,
-        "mlp_bias": c.mlp_bias,
-        "bos_token_id": c.bos_token_id,
-        "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
-    }
 
 
 class _replacing:

@@ -1,55 +1,71 @@
-"""The engine's weights by version: staged as a second copy, checked, then copied in place between two steps.
+"""The engine's weights by version: staged as a second copy and committed between two steps, or written straight in place.
 
 Owns the version number and the staged copy; knows tensor names only through `param_specs` and does not know where tensors
-come from. Invariant: the live parameters always hold one whole version (or none, before the first commit) and never move in
-memory, so whatever was captured over their addresses stays valid.
+come from. Every rank of a tensor-parallel instance takes the whole tensors and keeps its regions of them.
+Invariants: the live parameters hold one whole version, or the version is -1 and nothing may be served; they never move in
+memory, so whatever was captured over their addresses stays valid; no value that is not finite is ever written to them.
 
-The memory of the copy is given back after the first version and after a failure, and kept from the second version on: who
-was updated once will be again, and fresh pages cost more than the copy itself.
+The first version needs no copy, since nothing is served before it: it is staged in the live parameters themselves. The memory
+of a copy is kept for the next one: who was updated once will be again, and fresh pages cost more than the copy itself. A
+failure gives it back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from pearl.engine.kernels.interface import Kernels
 from pearl.engine.models.config import ModelConfig
-from pearl.engine.models.params import ParamSpec, param_specs
-from pearl.engine.weights.checkpoint import EMBEDDING, HEAD, is_derived, listed
+from pearl.engine.models.params import ParamSpec, Part, Shard, all_parts, param_specs
+from pearl.engine.weights.arrivals import Arrivals, Expected, NamedRows
+from pearl.engine.weights.checkpoint import listed
 
-FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+CHECKED_AT_ONCE = 1 << 22
+"""Elements that are converted at a time to see whether they stay finite."""
 
-NamedRows = tuple[str, Tensor] | tuple[str, Tensor, int]
-"""A tensor under its Hugging Face name; with a third entry: some of its rows, and the number of the first of them."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """Adopted tensors, where each lives, and their ranges of rows. It holds the tuple, whose identity is then its alone."""
+
+    tensors: tuple[NamedRows, ...]
+    targets: list[Tensor] = field(default_factory=list)
+    rows: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class WeightStore:
-    """Live parameters `params` (ParamSpec name -> tensor) under a version. Not thread-safe."""
+    """Live parameters `params` (ParamSpec name -> tensor) of the model, or of one `shard` of it. Not thread-safe."""
 
-    def __init__(self, config: ModelConfig, params: Mapping[str, Tensor], kernels: Kernels) -> None:
-        specs = param_specs(config)
+    def __init__(
+        self, config: ModelConfig, params: Mapping[str, Tensor], kernels: Kernels, shard: Shard | None = None
+    ) -> None:
+        specs = param_specs(config, shard)
         wrong = [spec.name for spec in specs if spec.name not in params or tuple(params[spec.name].shape) != spec.shape]
         if wrong:
             raise ValueError(f"params: missing or mis-shaped: {listed(wrong)}")
-        self._specs, self._params, self._kernels = specs, params, kernels
-        self._parts = {part.hf_name: (spec, part, spec.part_shape(part)) for spec in specs for part in spec.parts}
-        self._tied = config.tie_embeddings
+        self._params, self._kernels = params, kernels
+        self._whole = shard is None or shard.size == 1
+        self._expected = Expected.of(config)
+        self._places = {part.hf_name: (spec, part) for spec in specs for part in all_parts(spec)}
         self._version = -1
+        self._arrivals: Arrivals | None = None
+        self._in_place = self._adopts = False
         self._staged: dict[str, Tensor] = {}
         self._spare: dict[str, Tensor] = {}
-        self._adopted: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
-        """For each parameter: number of the first row, where the rows live, and the rows given."""
-        self._adopts = False
-        self._rows: dict[str, int] = {}
-        self._tied_head: Tensor | None = None
-        self._staged_version: int | None = None
+        self._adopts_memory = self._whole and all(kernels.pack(value) is value for value in params.values())
+        self._adopted: list[Bundle] = []
+        self._bundles: dict[int, Bundle] = {}
+        """What was adopted before, by the identity of what it came in."""
+        self._doubles: dict[str, Tensor] = {}
+        """Tensors beside the model's own, held back for a comparison."""
 
     @property
     def version(self) -> int:
-        """The version that the live weights are, -1 before the first commit."""
+        """The version that the live weights are, -1 if they are none."""
         return self._version
 
     @property
@@ -60,7 +76,7 @@ class WeightStore:
     @property
     def staged_version(self) -> int | None:
         """The version being staged, None if none is."""
-        return self._staged_version
+        return None if self._arrivals is None else self._arrivals.version
 
     @torch.no_grad()
     def stage(self, tensors: Iterable[NamedRows], version: int, *, adopt: bool = False) -> None:
@@ -68,135 +84,187 @@ class WeightStore:
 
         A tensor may also come as (name, some rows, number of the first), its rows in ascending order. With `adopt` the given
         memory itself is the staged copy: of the live dtype and device, known to be finite, and left alone until commit or
-        discard. ValueError names the first tensor that is unknown, doubled, mis-shaped, not floating point or (unless adopted)
-        not finite after the conversion to the live dtype; then all that was staged is discarded. The live weights are not
-        touched.
+        discard (it is copied all the same by a shard, and where kernels pack). ValueError names what is unknown, doubled, mis-shaped or not
+        floating point, of a sequence all at once, and the first tensor that is (unless adopted) not finite after the
+        conversion to the live dtype; then all that was staged is discarded. While a version is live it is not touched.
+        A tuple that is adopted again (the same object, its memory refilled) has passed the checks, and costs next to nothing.
         """
-        self._open(version, adopt)
+        arrivals = self._open(version)
+        adopt = adopt and self._adopts_memory
+        if self._arrivals is None:
+            self._adopts, self._in_place = adopt, not self.ready and not adopt
+        elif adopt != self._adopts:
+            raise ValueError(f"adopt={adopt}: version {version} is being staged with adopt={self._adopts}")
+        self._arrivals = arrivals
         try:
-            for name, tensor, *start in tensors:
-                self._take(name, tensor, *start)
+            if adopt:
+                self._adopt_all(tensors, arrivals)
+            else:
+                if isinstance(tensors, Sequence):
+                    arrivals.check(tensors)
+                self._take_all(tensors, arrivals)
         except BaseException:
             self.discard()
             raise
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Makes the staged version live. ValueError lists the tensors that have not arrived; they may still be staged."""
-        version = self._staged_version
-        if version is None:
-            raise ValueError("commit: nothing is staged")
-        missing = [name for name, (_, part, _) in self._parts.items() if self._rows.get(name, 0) < part.size]
-        if missing:
-            raise ValueError(f"version {version}: {len(missing)} of {len(self._parts)} tensors are missing: {listed(missing)}")
-        if self._tied_head is not None and not torch.equal(self._tied_head, self._staged[self._parts[EMBEDDING][0].name]):
-            self.discard()
-            raise ValueError(f"version {version}: {HEAD} differs from {EMBEDDING}, but the model ties them")
-        if self._adopts:
-            self._write_adopted()
-        else:
-            for name, staged in self._staged.items():
-                self._params[name].copy_(self._kernels.pack(staged))
-        kept = self._staged if self.ready else {}
+        """Makes the staged version live, if `check` has nothing against it."""
+        version = self.check()
+        self._write_adopted()
+        for name, staged in self._staged.items():
+            self._make_live(name, staged)
+        kept = {} if self._in_place else self._staged
+        self._bundles = {id(bundle.tensors): bundle for bundle in self._adopted}
         self._version = version
         self.discard()
         self._spare = kept
 
+    def check(self) -> int:
+        """The staged version, which could be committed. ValueError lists the tensors that have not arrived (they may still be
+        staged), or names one that differs from what it is tied to; then all that was staged is discarded."""
+        if self._arrivals is None:
+            raise ValueError("commit: nothing is staged")
+        if missing := self._arrivals.missing():
+            raise ValueError(missing)
+        version = self._arrivals.version
+        if different := self._different_double():
+            self.discard()
+            raise ValueError(f"version {version}: {different}, but the model ties them")
+        return version
+
+    @torch.no_grad()
+    def stream(self, tensors: Iterable[NamedRows], version: int) -> None:
+        """Writes `version` in place, without a copy, as tensors come; the owner sees to it that nothing is served meanwhile.
+
+        ValueError as in `stage`, and for what is missing at the end. All of a sequence but its values is checked before the
+        first byte changes, each tensor's values before its own bytes do. After a failure that comes later the store has no
+        version (-1, not ready) until a whole one has been streamed or staged.
+        """
+        arrivals = self._open(version)
+        if self._arrivals is not None:
+            raise ValueError(f"version={version}: version {self.staged_version} is being staged; commit or discard it first")
+        if isinstance(tensors, Sequence):
+            arrivals.check(tensors, whole=True)
+        self._arrivals, self._in_place, self._adopts = arrivals, True, False
+        try:
+            self._take_all(tensors, arrivals)
+            self.commit()
+        except BaseException:
+            self.discard()
+            raise
+
+    @torch.no_grad()
+    def declare(self, version: int) -> None:
+        """What the owner has written to the live parameters is `version`."""
+        self._open(version)
+        for name, live in self._params.items():
+            self._make_live(name, live)
+        self._version = version
+
     def discard(self) -> None:
         """Forgets what is staged and frees its memory."""
-        self._staged, self._spare, self._adopted, self._rows = {}, {}, {}, {}
-        self._tied_head = self._staged_version = None
+        self._staged, self._spare, self._adopted, self._doubles = {}, {}, [], {}
+        self._arrivals = None
 
-    def _write_adopted(self) -> None:
-        """Copies the given memory to where the parameters live; all that needs no packing in one call."""
-        targets, sources = [], []
-        for name, pieces in self._adopted.items():
-            if self._kernels.pack(pieces[0][2]) is pieces[0][2]:
-                targets += [target for _, target, _ in pieces]
-                sources += [rows for _, _, rows in pieces]
-            else:
-                in_order = sorted(pieces, key=lambda piece: piece[0])
-                self._params[name].copy_(self._kernels.pack(torch.cat([rows for _, _, rows in in_order])))
-        if targets:
-            torch._foreach_copy_(targets, sources)
+    def drop(self) -> None:
+        """Forgets the live version too: nothing may be served before another one is in."""
+        self.discard()
+        self._version = -1
 
-    def _open(self, version: int, adopt: bool) -> None:
+    def _open(self, version: int) -> Arrivals:
         if type(version) is not int:
             raise ValueError(f"version={version!r}: must be an integer")
         if version <= self._version:
             raise ValueError(f"version={version}: must be greater than the present version {self._version}")
-        if self._staged_version not in (None, version):
-            raise ValueError(f"version={version}: version {self._staged_version} is being staged; commit or discard it first")
-        if self._staged_version is not None and adopt != self._adopts:
-            raise ValueError(f"adopt={adopt}: version {version} is being staged with adopt={self._adopts}")
-        self._staged_version, self._adopts = version, adopt
+        if self.staged_version not in (None, version):
+            raise ValueError(f"version={version}: version {self.staged_version} is being staged; commit or discard it first")
+        return self._arrivals or Arrivals(self._expected, version)
 
-    def _take(self, name: str, tensor: Tensor, start: int | None = None) -> None:
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise ValueError(f"tensors: has ({name!r}, {type(tensor).__name__}), must be pairs of a name and a torch.Tensor")
-        if name not in self._parts:
-            if not is_derived(name):
-                self._take_tied_head(name, tensor, start)
+    def _take_all(self, tensors: Iterable[NamedRows], arrivals: Arrivals) -> None:
+        for name, tensor, *start in tensors:
+            rows = arrivals.take(name, tensor, *start)
+            if rows is not None:
+                self._take(name, tensor, rows)
+
+    def _take(self, name: str, tensor: Tensor, rows: tuple[int, int]) -> None:
+        """Puts the tensor's rows (their first number, and that after the last) where they belong, if they do here."""
+        own = self._expected.doubles.get(name, name)
+        spec, part = self._places.get(own, (None, None))
+        piece = None if part is None else part.within(*rows)
+        _check_finite(name, tensor, next(iter(self._params.values())).dtype)
+        if self._in_place:
+            self._version = -1
+        if spec is None or piece is None:
             return
-        spec, part, shape = self._parts[name]
-        first = self._check(name, tensor, shape, start)
-        last = first + tensor.shape[0]
-        if self._adopts:
-            self._adopt(name, tensor, spec, part.start + first, part.start + last)
-        else:
-            self._copy(name, tensor, self._memory_of(spec)[part.start + first : part.start + last])
-        self._rows[name] = last
+        memory = self._memory_of(spec) if own == name else self._memory_of_double(name, spec)
+        memory[piece.target_index].copy_(tensor[piece.source_index(rows[0])])
 
-    def _take_tied_head(self, name: str, tensor: Tensor, start: int | None) -> None:
-        """The one tensor beside the model's own that may come: the head where it is tied, held back for a comparison."""
-        if name != HEAD or not self._tied or self._adopts or start is not None:
-            raise ValueError(f"{name}: the model has no such tensor")
-        spec, _, shape = self._parts[EMBEDDING]
-        self._rows[name] = self._check(name, tensor, shape) + len(tensor)
-        self._tied_head = torch.empty_like(self._params[spec.name])
-        self._copy(name, tensor, self._tied_head)
+    def _adopt_all(self, tensors: Iterable[NamedRows], arrivals: Arrivals) -> None:
+        bundle = self._bundles.get(id(tensors))
+        if bundle is None or not arrivals.repeat(bundle.rows):
+            bundle = self._bundle(tensors if isinstance(tensors, tuple) else tuple(tensors), arrivals)
+        self._adopted.append(bundle)
 
-    def _adopt(self, name: str, rows: Tensor, spec: ParamSpec, first: int, last: int) -> None:
-        live = self._params[spec.name]
-        if rows.dtype is not live.dtype or rows.device != live.device:
-            raise ValueError(f"{name}: adopt=True takes {live.dtype} on {live.device}, not {rows.dtype} on {rows.device}")
-        target = live if last - first == spec.shape[0] else live[first:last]
-        self._adopted.setdefault(spec.name, []).append((first, target, rows))
+    def _bundle(self, tensors: tuple[NamedRows, ...], arrivals: Arrivals) -> Bundle:
+        arrivals.check(tensors)
+        bundle = Bundle(tensors=tensors)
+        for name, tensor, *start in tensors:
+            if name not in self._places:
+                raise ValueError(f"{name}: the model has no such tensor")
+            spec, part = self._places[name]
+            live = self._params[spec.name]
+            if tensor.dtype is not live.dtype or tensor.device != live.device:
+                raise ValueError(
+                    f"{name}: adopt=True takes {live.dtype} on {live.device}, not {tensor.dtype} on {tensor.device}"
+                )
+            first, last = arrivals.take(name, tensor, *start) or (0, 0)
+            piece = part.within(first, last)
+            assert piece is not None
+            bundle.rows[name] = (bundle.rows.get(name, (first, last))[0], last)
+            bundle.targets.append(live[piece.target_index])
+        return bundle
 
-    def _copy(self, name: str, tensor: Tensor, target: Tensor) -> None:
-        target.copy_(tensor)
-        # The least and the greatest value carry any NaN or infinity: one pass, no mask.
-        if not all(bool(torch.isfinite(edge)) for edge in torch.aminmax(target)):
-            count = int((~torch.isfinite(target)).sum())
-            raise ValueError(f"{name}: {count} of {target.numel()} values are not finite in {target.dtype}")
+    def _write_adopted(self) -> None:
+        """Copies the given memory to where the parameters live, in one call."""
+        targets = [target for bundle in self._adopted for target in bundle.targets]
+        if targets:
+            torch._foreach_copy_(targets, [rows for bundle in self._adopted for _, rows, *_ in bundle.tensors])
 
-    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], start: int | None = None) -> int:
-        """The number of the first row that arrives, once shape, dtype and layout are found right."""
-        first = self._check_rows(name, tensor, shape, start)
-        if tensor.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"{name}: dtype {tensor.dtype}, must be one of {', '.join(map(str, FLOAT_DTYPES))}")
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            raise ValueError(f"{name}: must be a dense tensor with data")
-        return first
+    def _make_live(self, name: str, staged: Tensor) -> None:
+        live, packed = self._params[name], self._kernels.pack(staged)
+        if packed is not live:
+            live.copy_(packed)
 
-    def _check_rows(self, name: str, tensor: Tensor, shape: tuple[int, ...], start: int | None) -> int:
-        """The number of the first row that arrives: 0, or `start` if that is the one due."""
-        due, present = self._rows.get(name, 0), tensor.shape
-        if start is None:
-            if due:
-                raise ValueError(f"{name}: arrived twice for version {self._staged_version}")
-            if present != shape:
-                raise ValueError(f"{name}: shape {tuple(present)}, must be {shape}")
-            return 0
-        if present[1:] != shape[1:] or not present or not 0 < present[0] <= shape[0] - due:
-            raise ValueError(f"{name}: rows of shape {tuple(present)}, must be 1 to {shape[0] - due} rows of {shape}")
-        if start != due:
-            raise ValueError(f"{name}: rows from {start!r} arrived, those from {due} are due")
-        return due
+    def _different_double(self) -> str | None:
+        for name, double in self._doubles.items():
+            own = self._expected.doubles[name]
+            if not torch.equal(double, self._staged[self._places[own][0].name]):
+                return f"{name} differs from {own}"
+        return None
 
     def _memory_of(self, spec: ParamSpec) -> Tensor:
         """The memory that a parameter is staged in."""
         if spec.name not in self._staged:
+            live = self._params[spec.name]
             spare = self._spare.pop(spec.name, None)
-            self._staged[spec.name] = torch.empty_like(self._params[spec.name]) if spare is None else spare
+            self._staged[spec.name] = live if self._in_place else torch.empty_like(live) if spare is None else spare
         return self._staged[spec.name]
+
+    def _memory_of_double(self, name: str, spec: ParamSpec) -> Tensor:
+        self._doubles[name] = torch.empty_like(self._params[spec.name])
+        return self._doubles[name]
+
+
+def _check_finite(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """ValueError unless all values are finite once they are of `dtype`."""
+    rows = max(1, CHECKED_AT_ONCE * tensor.shape[0] // tensor.numel())
+    if torch.promote_types(tensor.dtype, dtype) is dtype:
+        dtype_seen, rows = tensor.dtype, tensor.shape[0]  # no finite value becomes infinite, so no conversion
+    else:
+        dtype_seen = dtype
+    # The least and the greatest value carry any NaN or infinity: one pass, no mask.
+    edges = [edge for part in tensor.split(rows) for edge in torch.aminmax(part.to(dtype_seen))]
+    if not bool(torch.isfinite(torch.stack(edges)).all()):
+        count = sum(int((~torch.isfinite(part.to(dtype))).sum()) for part in tensor.split(rows))
+        raise ValueError(f"{name}: {count} of {tensor.numel()} values are not finite in {dtype}")

@@ -25,9 +25,9 @@ from torch import Tensor
 from pearl.engine.comm.communicator import CollectiveError, Communicator, Pending
 from pearl.engine.models.config import ModelConfig
 from pearl.engine.models.params import hf_shapes
+from pearl.engine.weights.arrivals import FLOAT_DTYPES, NamedRows
 from pearl.engine.weights.buckets import fingerprint, plan_buckets
 from pearl.engine.weights.message import REFUSAL_BYTES, Message
-from pearl.engine.weights.store import FLOAT_DTYPES, NamedRows
 
 BUCKET_BYTES = 8 << 20
 """Small enough that all buffers stay in a processor's cache: filling, checking and sending then read memory once."""
@@ -200,12 +200,14 @@ class WeightSender(_Transfer):
 
     @torch.no_grad()
     def _fill(self, index: int, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        message = self._messages[index]
+        message, sources = self._messages[index], []
         for name, rows, start in message.rows:
             if start == 0:
                 self._tensor = self._next(name, tensors)
             assert self._tensor is not None
-            rows.copy_(self._tensor if rows.shape == self._tensor.shape else self._tensor[start : start + len(rows)])
+            whole = rows.shape == self._tensor.shape
+            sources.append(self._tensor if whole else self._tensor[start : start + rows.shape[0]])
+        torch._foreach_copy_([rows for _, rows, _ in message.rows], sources)
         # Any NaN or infinity makes the sum one; the sum of finite values seldom is, and then every value is looked at.
         if not bool(torch.isfinite(message.data.sum())):
             _check_finite(message.rows)
@@ -246,13 +248,13 @@ class WeightReceiver(_Transfer):
             raise ValueError(f"version={version}: must be greater than {present}, the present version")
         self._start(version, self._receive())
 
-    def poll(self) -> list[NamedRows]:
-        """What has arrived since the last poll, as (Hugging Face name, rows, number of the first row); never waits.
+    def poll(self) -> list[tuple[NamedRows, ...]]:
+        """The buckets that arrived since the last poll, of (Hugging Face name, rows, number of the first row); never waits.
 
-        The tensors are valid until the next `begin`. ValueError in the sender's words if it has given up, or if what has
+        A bucket is the same tuple of the same tensors each time. They are valid until the next `begin`. ValueError in the sender's words if it has given up, or if what has
         come is not what was sent; CollectiveError when a member is lost.
         """
-        self._ready: list[NamedRows] = []
+        self._ready: list[tuple[NamedRows, ...]] = []
         self._advance()
         return self._ready
 
@@ -272,7 +274,7 @@ class WeightReceiver(_Transfer):
                 raise ValueError(refusal)
             if index + BUFFERS < len(self._buckets):
                 self._broadcast(index + BUFFERS)
-            self._ready.extend(message.rows)
+            self._ready.append(message.rows)
             yield False
 
 
