@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pearl.engine import prefix_cache
-from pearl.engine.prefix_cache import Parent, PrefixCache, Root
+from pearl.engine.prefix_cache import Parent, PrefixCache, Root, SessionChains
 from pearl.engine.request import Request
+
+CHAIN_BLOCKS_PER_BLOCK = 4
+"""Hashed blocks of sessions that are remembered for each block of the pool: sessions may share their beginnings."""
 
 
 class BlockManager:
@@ -26,6 +29,7 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_cache = enable_prefix_cache
         self.cache = PrefixCache()
+        self.sessions = SessionChains(CHAIN_BLOCKS_PER_BLOCK * num_blocks, block_size)
         self._free = list(range(num_blocks - 1, -1, -1))
         self._refs = [0] * num_blocks
         self._lease_counts: dict[int, int] = {}
@@ -93,6 +97,7 @@ class BlockManager:
         hits: list[int] = []
         parent: Parent = root
         if self.enable_prefix_cache:
+            self._recall_session(request, root)
             for index in range(self._most_cacheable(request) // self.block_size):
                 entry = self.cache.find(self._hash(request, index, root), parent, self._ids(request, index))
                 if entry is None:
@@ -149,6 +154,11 @@ class BlockManager:
         request.block_table.clear()
         request.num_computed_tokens = request.num_written_tokens = 0
         self._registered.pop(request.request_id, None)
+
+    def remember_session(self, request: Request) -> None:
+        """Keeps the hashes of an ended request for the next turn of its session."""
+        if request.session_id is not None and self.enable_prefix_cache:
+            self.sessions.keep(request.session_id, request.token_ids, request.block_hashes)
 
     def reset_prefix_cache(self) -> int:
         """Forgets all cached content; returns how many blocks were cached. Owners and leases keep their blocks."""
@@ -256,6 +266,10 @@ class BlockManager:
 
     def _ids(self, request: Request, index: int) -> tuple[int, ...]:
         return tuple(request.token_ids[index * self.block_size : (index + 1) * self.block_size])
+
+    def _recall_session(self, request: Request, root: Root) -> None:
+        if request.session_id is not None and not request.block_hashes:
+            request.block_hashes = self.sessions.recall(request.session_id, request.token_ids, root)
 
     def _hash(self, request: Request, index: int, root: Root) -> int:
         """Chain hash of full block `index`. `request.block_hashes` keeps [root, block 0, block 1, ...] of one root."""

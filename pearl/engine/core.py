@@ -62,6 +62,7 @@ class EngineStats:
     role: Role
     epoch: int
     paused: bool
+    asleep: bool
     num_steps: int
     num_preemptions: int
     num_prompt_tokens: int
@@ -85,6 +86,7 @@ class EngineCore:
         self.weight_version = 0
         self.epoch = 0
         self.paused = False
+        self.asleep = False
         self._new_text = new_text
         self._texts: dict[str, TextStream] = {}
         self._unfinished: deque[SchedulerOutput] = deque()
@@ -135,7 +137,7 @@ class EngineCore:
         if len(self._unfinished) >= MAX_UNFINISHED:
             steps = [output.step for output in self._unfinished]
             raise RuntimeError(f"outputs {steps} are unfinished: finish one before the next schedule")
-        if self.paused:
+        if self.paused or self.asleep:
             output = SchedulerOutput(step=self._num_steps, requests=())
         else:
             output = self.scheduler.schedule(self._num_steps, self.weight_version)
@@ -241,11 +243,29 @@ class EngineCore:
             started = [r for r in self.requests.values() if r.status is RequestStatus.RUNNING or r.num_preemptions]
             updates = [update for request in started if (update := self.abort(request.request_id))]
         elif mode == "recompute":
-            for request in reversed(list(self.scheduler.running.values())):
-                self.scheduler.preempt(request)
+            self._preempt_all()
         self.reset_prefix_cache()
         self.weight_version = version
         return updates
+
+    def lose_kv(self) -> None:
+        """What the pool holds is worth nothing any more: running requests give way, to be recomputed; nothing is cached."""
+        self._preempt_all()
+        self.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        """As `lose_kv`; and until `wake` `schedule` returns empty outputs, while requests are still taken in and aborted.
+
+        ValueError, before anything changed, while an output is unfinished or a lease protects what the pool holds.
+        """
+        if self._unfinished or self.blocks.num_leases:
+            in_use = f"{len(self._unfinished)} unfinished outputs, {self.blocks.num_leases} leases"
+            raise ValueError(f"sleep: the pool is in use by {in_use}; finish or release them first")
+        self.lose_kv()
+        self.asleep = True
+
+    def wake(self) -> None:
+        self.asleep = False
 
     def reset_prefix_cache(self) -> int:
         """Forgets all cached blocks and returns how many there were; KV computed before is never cached afterwards."""
@@ -273,6 +293,7 @@ class EngineCore:
             role=scheduler.policy.role,
             epoch=self.epoch,
             paused=self.paused,
+            asleep=self.asleep,
             num_steps=self._num_steps,
             num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=self._num_prompt_tokens,
@@ -299,9 +320,14 @@ class EngineCore:
             rest = stream.close()
             request.text = stream.text
         self.scheduler.remove(request)
+        self.blocks.remember_session(request)
         if not request.num_in_flight:
             del self.requests[request.request_id]
         return rest
+
+    def _preempt_all(self) -> None:
+        for request in reversed(list(self.scheduler.running.values())):
+            self.scheduler.preempt(request)
 
     def _settle(self, request: Request) -> None:
         self.scheduler.settle(request)

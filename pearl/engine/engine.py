@@ -1,7 +1,7 @@
 """Engine: one worker of inference, stepped by hand. The public face of core (decides) and model runner (does).
 
-Owns how the two are put together, request ids and seeds, siblings (n > 1) and the order of a weight update. It decides no
-step and touches no tensor of a step. Invariant: whatever is refused is refused with ValueError before anything has changed.
+Owns how the two are put together, request ids, seeds and siblings (n > 1). It decides no step and touches no tensor
+of one. Invariant: whatever is refused is refused with ValueError before anything has changed.
 
     engine = Engine(EngineConfig(model=folder, dtype="float32"))
     engine.add_request("once", SamplingParams(max_tokens=8))
@@ -13,28 +13,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
-
 from pearl.clock import Clock, WallClock
 from pearl.config import EngineConfig
-from pearl.engine.assembly import Parts, assemble, load_folder, mark_loaded
-from pearl.engine.core import CoreSettings, EngineCore, EngineStats, UpdateMode
+from pearl.engine.assembly import Parts, assemble, load_folder
+from pearl.engine.comm.communicator import Communicator
+from pearl.engine.core import CoreSettings, EngineCore, EngineStats
+from pearl.engine.model_folder import generation_defaults
+from pearl.engine.models.config import ModelConfig
 from pearl.engine.philox import derive_seed
 from pearl.engine.request import Completion, Request, RequestUpdate
+from pearl.engine.served_weights import ServedWeights
 from pearl.engine.siblings import Siblings
 from pearl.engine.unserved import Unserved, refuse
-from pearl.engine.weights.store import NamedRows
 from pearl.protocol import Role, SamplingParams
 
 if TYPE_CHECKING:
     from pearl.engine.ending import TextStream
     from pearl.engine.tokenizer import Tokenizer
-
-UPDATE_MODES = ("keep", "recompute", "abort")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,32 +46,36 @@ class RoleSwitchReport:
     recomputed: int = 0
 
 
-class Engine(Unserved):
+class Engine(ServedWeights, Unserved):
     """Serves one model on one device. Not thread-safe: one loop owns it and calls `step`.
 
     `load_weights=False` builds it empty: it serves nothing until `update_weights` has brought a whole version. `text=False`
     leaves the tokenizer out: prompts are ids and `Completion.text` is empty. `clock` gives arrival times; `comm` is the
-    Communicator of a tensor-parallel instance, whose size must be 1 in this release.
+    Communicator of a tensor-parallel instance, all of whose ranks are called the same: `leader.Leader` sees to that.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         clock: Clock | None = None,
-        comm: Any = None,
+        comm: Communicator | None = None,
         *,
         load_weights: bool = True,
         text: bool = True,
     ) -> None:
-        if comm is not None and comm.size != config.tensor_parallel:
-            raise ValueError(f"comm.size={comm.size}: must be tensor_parallel={config.tensor_parallel}")
-        parts: Parts = assemble(config)
-        self.config = config
+        size = 1 if comm is None else comm.size
+        if size != config.tensor_parallel:
+            raise ValueError(
+                f"comm: has {size} members, must have tensor_parallel={config.tensor_parallel}; LLM starts the others"
+            )
+        parts: Parts = assemble(config, comm if size > 1 else None)
+        self.config, self.comm = config, comm
         self.model_config = parts.model
         self.max_model_len = parts.max_model_len
         self.kernels_why = parts.why
         self._clock = clock or WallClock()
         self._decoder, self._runner, self._store = parts.decoder, parts.runner, parts.store
+        self._own_memory(parts, config.kv_fill)
         self._text_folder = parts.tokenizer_folder if text else None
         self._tokenizer: Tokenizer | None = None
         self._eos = frozenset(token_id for token_id in parts.model.eos_token_ids if 0 <= token_id < parts.model.vocab_size)
@@ -100,7 +103,7 @@ class Engine(Unserved):
     def _load_first_version(self) -> None:
         if self.config.load_format == "dummy":
             self._decoder.init_weights(self.config.seed)
-            mark_loaded(self._store, self.model_config, self._decoder)
+            self._store.declare(0)
         else:
             load_folder(self._store, self.model_config, self.config.model)
         self._core.set_weight_version(0, "keep")
@@ -121,7 +124,8 @@ class Engine(Unserved):
         """Queues a generation and returns its id (the given one, or the next number).
 
         A string is tokenised as plain text. With `params.n > 1` the siblings share prompt and seed; their updates carry this
-        id and their index. `streaming=False` makes the text at the end only, which costs less. Raises ValueError.
+        id and their index. `streaming=False` makes the text at the end only, which costs less. A turn of the session
+        `session_id` hashes only what its last turn had not. Raises ValueError.
         """
         if reservation is not None:
             refuse("reservation", "add_request(reservation=None)")
@@ -187,9 +191,9 @@ class Engine(Unserved):
             ids = []
         if not ids:
             raise ValueError(f"prompt={prompt!r}: must be text or a list of at least 1 token id")
-        for token_id in ids:
-            if type(token_id) is not int:
-                raise ValueError(f"prompt: token id {token_id!r} must be an integer")
+        if set(map(type, ids)) != {int}:
+            wrong = next(token_id for token_id in ids if type(token_id) is not int)
+            raise ValueError(f"prompt: token id {wrong!r} must be an integer")
         return ids
 
     def _next_id(self) -> str:
@@ -206,7 +210,9 @@ class Engine(Unserved):
 
     def discard(self, request_id: str) -> bool:
         """Like `abort`, but nothing of the request is delivered any more."""
-        return bool(self._aborted(request_id))
+        known = bool(self._aborted(request_id))
+        self._pending = [update for update in self._pending if update.request_id != request_id]
+        return known
 
     def _aborted(self, request_id: str) -> list[RequestUpdate]:
         members = self._siblings.members(request_id)
@@ -237,10 +243,11 @@ class Engine(Unserved):
     def step_updates(self) -> list[RequestUpdate]:
         """Runs one step; what it added to each request, ends included. Empty if nothing could run.
 
-        RuntimeError before the first weight version. When the model raises (memory, an interrupt), the step has not happened.
+        RuntimeError while no whole version of the weights is in. When the model raises (memory, an interrupt), the step has not
+        happened.
         """
-        if not self._store.ready:
-            raise RuntimeError("the engine has no weights yet: update_weights must bring a whole version before step")
+        if not self._store.ready and not self.asleep:
+            raise RuntimeError("the engine has no weights: update_weights must bring a whole version before step")
         output = self._core.schedule(self._clock.now())
         try:
             result = self._runner.execute(output, self._core.requests, weight_version=self._store.version)
@@ -255,7 +262,7 @@ class Engine(Unserved):
         return [update.completion for update in self.step_updates() if update.completion is not None]
 
     def stream(self) -> Iterator[RequestUpdate]:
-        """Steps until nothing is left (or the engine is paused), yielding every request's new tokens as they come.
+        """Steps until nothing is left (or the engine is paused or asleep), yielding every request's new tokens as they come.
 
         What a caller who leaves the loop early has not been given comes with the next step.
         """
@@ -266,7 +273,7 @@ class Engine(Unserved):
                     yield updates.popleft()
             finally:
                 self._pending[:0] = updates
-            if self.paused and not self._pending:
+            if (self.paused or self.asleep) and not self._pending:
                 return
 
     def _outward(self, updates: list[RequestUpdate]) -> list[RequestUpdate]:
@@ -275,60 +282,7 @@ class Engine(Unserved):
             self._whole_text.difference_update(update.request_id for update in updates if update.completion is not None)
         return self._siblings.outward(updates)
 
-    # ------------------------------------------------------------------------------------------------ weights and role
-
-    def update_weights(
-        self,
-        tensors: Iterable[tuple[str, Tensor]],
-        version: int,
-        mode: UpdateMode = "keep",
-        way: Literal["staged", "streaming"] = "staged",
-    ) -> None:
-        """Takes a whole set of weights under Hugging Face names as `version`, between two steps, all or nothing.
-
-        `mode` says what running requests do: keep their KV, recompute it, or end as aborted. Everything is checked (names,
-        shapes, finiteness) before the first live byte changes; ValueError names what is wrong.
-        """
-        if way != "staged":
-            refuse(f"way={way!r}", "way='staged'")
-        _check_mode(mode)
-        if self._store.staged_version is not None:
-            raise ValueError(f"version={version}: version {self._store.staged_version} is being staged; commit or discard it")
-        try:
-            self.stage_weights(tensors, version)
-            self.commit_weights(version, mode)
-        except BaseException:
-            self._store.discard()
-            raise
-
-    def stage_weights(self, tensors: Iterable[NamedRows], version: int, *, adopt: bool = False) -> None:
-        """Adds tensors to the second copy, which is to become `version`; may be called many times, between any steps.
-
-        Requests go on under the present version. A tensor is whole, or comes as (name, rows, number of the first row) in
-        ascending order. With `adopt` nothing is copied: the given memory, known to be finite, is the second copy until
-        commit or discard. ValueError as for `update_weights`; then nothing is staged any more.
-        """
-        self._store.stage(tensors, version, adopt=adopt)
-
-    def commit_weights(self, version: int, mode: UpdateMode = "keep") -> None:
-        """Makes the staged `version` the one that is served; the copy in place is all that a running request waits for.
-
-        ValueError if another version (or none) is staged, or lists the tensors that have not come; they may still be staged.
-        """
-        _check_mode(mode)
-        if self._store.staged_version != version:
-            raise ValueError(f"version={version}: {self._store.staged_version} is staged")
-        self._store.commit()
-        self._pending.extend(self._outward(self._core.set_weight_version(version, mode)))
-
-    def discard_weights(self) -> None:
-        """Forgets what is staged; the version that is served stays."""
-        self._store.discard()
-
-    @property
-    def weight_version(self) -> int:
-        """Version of the weights in use; -1 before the first."""
-        return self._store.version
+    # ------------------------------------------------------------------------------------------------ role
 
     def switch_role(self, role: Role, drain: Literal["handover", "finish"] = "handover") -> RoleSwitchReport:
         """Changes the role between two steps. No request moves between `mixed` and `decode`, whatever `drain` says."""
@@ -350,6 +304,11 @@ class Engine(Unserved):
 
             self._tokenizer = Tokenizer.from_folder(self._text_folder)
         return self._tokenizer
+
+    @property
+    def generation_defaults(self) -> dict[str, Any]:
+        """What the model folder recommends, as keywords of SamplingParams. Never applied to a request by the engine itself."""
+        return {} if isinstance(self.config.model, ModelConfig) else generation_defaults(self.config.model)
 
     def _new_text(self, request: Request) -> TextStream:
         from pearl.engine.text_stream import TextStream
@@ -373,11 +332,6 @@ class Engine(Unserved):
     def check_integrity(self) -> None:
         """Raises with details if the block pool's books do not balance."""
         self._core.check_integrity()
-
-
-def _check_mode(mode: str) -> None:
-    if mode not in UPDATE_MODES:
-        raise ValueError(f"mode={mode!r}: must be one of {', '.join(UPDATE_MODES)}")
 
 
 def _check_name(field: str, value: str | None) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pearl.config import EngineConfig
+from pearl.engine.arena import Arena
 from pearl.engine.models.config import ModelConfig
 
 
@@ -61,14 +62,14 @@ def allocate_pool(
     num_blocks: int,
     block_size: int,
     dtype: torch.dtype,
-    device: torch.device,
+    memory: Arena,
     fill: float | None = None,
 ) -> Tensor:
-    """The pool kv_L2NG__: zeros (which a CPU commits page by page as they are written), or `fill` everywhere."""
+    """The pool kv_L2NG__ in `memory`: zeros, or `fill` everywhere. ValueError if it cannot be had."""
     shape = (model.num_layers, 2, num_blocks, model.num_kv_heads, block_size, model.head_dim)
     try:
-        pool = torch.zeros(shape, dtype=dtype, device=device)
-    except RuntimeError as error:
+        pool = memory.zeros(shape, dtype)
+    except (RuntimeError, OSError, OverflowError) as error:
         size = model.kv_bytes_per_token * block_size * num_blocks
-        raise ValueError(f"num_blocks={num_blocks}: a pool of {size} bytes cannot be had on {device}") from error
+        raise ValueError(f"num_blocks={num_blocks}: a pool of {size} bytes cannot be had") from error
     return pool if fill is None else pool.fill_(fill)

@@ -34,6 +34,11 @@ class ModelRunner:
         self.block_size = block_size
         self._last_ids: dict[str, int] = {}
 
+    @property
+    def last_ids(self) -> dict[str, int]:
+        """Request -> the id that the newest step drew for it."""
+        return self._last_ids
+
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput, requests: Mapping[str, Request], *, weight_version: int) -> StepResult:
         """Runs one step; `weight_version` is the version of the weights it runs with. An empty output gives an empty result."""

@@ -4,12 +4,14 @@ Owns the map from content to block and the eviction order of cached blocks that 
 reference counts or the pool's size (`block_manager.py` does). Invariant: an entry is found only by equal content: the
 block's own ids, the identity of the entry before it, and at the chain's root the weight version and the caller's salt.
 Hashes only choose the bucket to look in, so a colliding hash costs time and never a wrong answer.
+`SessionChains` keeps the hashes of a conversation's last turn, so that the next turn hashes only what is new.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -147,3 +149,59 @@ class PrefixCache:
         stray = [block_id for block_id in self._evictable if block_id not in self._by_block]
         if stray:
             raise RuntimeError(f"blocks {stray} are in the eviction order but hold no cached content")
+
+
+class SessionChains:
+    """Hash chains [root, block 0, block 1, ...] by session, with the ids they were made from; the least recently used go first.
+
+    `max_blocks` bounds the hashed blocks of all sessions together. A chain is used as far as the ids are the same, so a session
+    whose turns do not continue each other costs hashing and never a wrong hash.
+    """
+
+    def __init__(self, max_blocks: int, block_size: int) -> None:
+        self._max_blocks, self._block_size = max_blocks, block_size
+        self._chains: OrderedDict[str, tuple[array[int], list[int]]] = OrderedDict()
+        self._num_blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._chains)
+
+    @property
+    def num_blocks(self) -> int:
+        """Hashed blocks of all sessions."""
+        return self._num_blocks
+
+    def keep(self, session_id: str, token_ids: Sequence[int], chain: list[int]) -> None:
+        """Remembers the chain of the ids that a session has now, in place of the one before."""
+        self._forget(session_id)
+        length = len(chain) - 1
+        if not 0 < length <= self._max_blocks:
+            return
+        self._chains[session_id] = (array("q", token_ids[: length * self._block_size]), list(chain))
+        self._num_blocks += length
+        while self._num_blocks > self._max_blocks:
+            self._forget(next(iter(self._chains)))
+
+    def recall(self, session_id: str, token_ids: Sequence[int], root: Root) -> list[int]:
+        """The session's chain as far as it is that of `token_ids` under `root`; empty, and forgotten, under another root."""
+        ids, chain = self._chains.get(session_id, (None, []))
+        if ids is None:
+            return []
+        if chain[0] != root_hash(root):
+            self._forget(session_id)
+            return []
+        self._chains.move_to_end(session_id)
+        return chain[: 1 + self._num_equal(ids, token_ids)]
+
+    def _num_equal(self, ids: array[int], token_ids: Sequence[int]) -> int:
+        """Blocks at the start that are the same in both; the usual case, all of them, is one comparison."""
+        size, most = self._block_size, min(len(ids), len(token_ids))
+        given = array("q", token_ids[:most])
+        if ids[:most] == given:
+            return most // size
+        return next(start for start in range(0, most, size) if ids[start : start + size] != given[start : start + size]) // size
+
+    def _forget(self, session_id: str) -> None:
+        kept = self._chains.pop(session_id, None)
+        if kept is not None:
+            self._num_blocks -= len(kept[1]) - 1

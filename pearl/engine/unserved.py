@@ -14,13 +14,7 @@ def refuse(what: str, served: str) -> NoReturn:
 
 
 class Unserved:
-    """Mixed into Engine: giving memory back, and moving KV between engines."""
-
-    def sleep(self, weights: str = "keep") -> NoReturn:
-        refuse("sleep", "pause and resume")
-
-    def wake(self) -> NoReturn:
-        refuse("wake", "pause and resume")
+    """Mixed into Engine: moving KV between engines."""
 
     def take_handoffs(self) -> NoReturn:
         refuse("take_handoffs", "roles mixed and decode")

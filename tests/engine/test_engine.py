@@ -183,3 +183,13 @@ def test_pause_stops_steps_and_resume_goes_on(folder: Path) -> None:
     assert list(engine.stream()) == []
     engine.resume()
     assert_greedy(run(engine)[rid][0], 8)
+
+
+def test_nothing_of_a_discarded_request_comes_after_it(folder: Path) -> None:
+    engine = make(folder)
+    gone = [engine.add_request(hf_models.prompt(5), GREEDY) for _ in range(2)]
+    kept = engine.add_request(hf_models.prompt(6), GREEDY)
+    engine.step()
+    assert engine.abort(gone[0]) and not engine.discard(gone[0])  # it has ended, but was not delivered yet
+    assert engine.discard(gone[1])
+    assert list(run(engine)) == [kept]

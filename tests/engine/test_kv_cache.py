@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pearl.config import EngineConfig
+from pearl.engine.arena import Arena
 from pearl.engine.kv_cache import allocate_pool, available_memory, plan_num_blocks
 from pearl.engine.models.config import ModelConfig
 
@@ -49,10 +50,10 @@ def test_not_even_one_sequence_fits() -> None:
 
 
 def test_the_pool_is_one_tensor_filled_as_asked() -> None:
-    cpu = torch.device("cpu")
-    pool = allocate_pool(MODEL, num_blocks=3, block_size=4, dtype=torch.bfloat16, device=cpu)
+    memory = Arena(torch.device("cpu"))
+    pool = allocate_pool(MODEL, num_blocks=3, block_size=4, dtype=torch.bfloat16, memory=memory)
     assert pool.shape == (2, 2, 3, 2, 4, 16) and pool.dtype == torch.bfloat16 and pool.is_contiguous()
-    poisoned = allocate_pool(MODEL, num_blocks=3, block_size=4, dtype=torch.float32, device=cpu, fill=math.nan)
+    poisoned = allocate_pool(MODEL, num_blocks=3, block_size=4, dtype=torch.float32, memory=memory, fill=math.nan)
     assert bool(poisoned.isnan().all())
     assert poisoned.nbytes == 3 * 4 * MODEL.kv_bytes_per_token
 

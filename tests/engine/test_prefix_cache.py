@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pearl.engine.prefix_cache import PrefixCache, block_hash, root_hash
+from pearl.engine.prefix_cache import PrefixCache, SessionChains, block_hash, root_hash
 
 ROOT = (0, None)
 
@@ -105,3 +105,47 @@ def test_integrity_sees_broken_maps():
         break_it(cache)
         with pytest.raises(RuntimeError):
             cache.check_integrity()
+
+
+def chain_of(ids, root=(0, None), size=2):
+    chain = [root_hash(root)]
+    for start in range(0, len(ids) // size * size, size):
+        chain.append(block_hash(chain[-1], tuple(ids[start : start + size])))
+    return chain
+
+
+def test_a_session_s_chain_holds_as_far_as_the_ids_do():
+    sessions, ids = SessionChains(max_blocks=10, block_size=2), [1, 2, 3, 4, 5, 6, 7]
+    sessions.keep("s", ids, chain_of(ids))
+    for longer in (ids, [*ids, 8, 9], ids[:6]):
+        assert sessions.recall("s", longer, (0, None)) == chain_of(ids)
+    for number, same in enumerate([0, 0, 1, 1, 2, 2, 3]):
+        changed = [*ids[:number], 99, *ids[number + 1 :], 8]
+        assert sessions.recall("s", changed, (0, None)) == chain_of(ids)[: 1 + same]
+    for length in range(7):
+        assert sessions.recall("s", ids[:length], (0, None)) == chain_of(ids)[: 1 + length // 2]
+    assert sessions.recall("other", ids, (0, None)) == []
+    assert (len(sessions), sessions.num_blocks) == (1, 3)
+
+
+@pytest.mark.parametrize("root", [(1, None), (0, "salt")])
+def test_a_chain_of_another_root_is_forgotten(root):
+    sessions, ids = SessionChains(max_blocks=10, block_size=2), [1, 2, 3, 4]
+    sessions.keep("s", ids, chain_of(ids))
+    assert sessions.recall("s", ids, root) == []
+    assert (len(sessions), sessions.num_blocks) == (0, 0)
+
+
+def test_the_session_used_longest_ago_is_forgotten_first():
+    sessions, ids = SessionChains(max_blocks=6, block_size=2), [1, 2, 3, 4]
+    for name in "abc":
+        sessions.keep(name, ids, chain_of(ids))
+    sessions.recall("a", ids, (0, None))
+    sessions.keep("d", ids, chain_of(ids))
+    assert [name for name in "abcd" if sessions.recall(name, ids, (0, None))] == ["a", "c", "d"]
+    assert (len(sessions), sessions.num_blocks) == (3, 6)
+    sessions.keep("a", ids[:2], chain_of(ids[:2]))  # in place of what it had
+    assert (len(sessions), sessions.num_blocks) == (3, 5)
+    sessions.keep("c", list(range(14)), chain_of(list(range(14))))  # more than all may have
+    sessions.keep("d", [1], chain_of([1]))  # not one whole block
+    assert (len(sessions), sessions.num_blocks) == (1, 1)

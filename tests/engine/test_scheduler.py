@@ -210,3 +210,32 @@ def test_roles_are_numbers():
     assert plan_role(Role.DECODE, max_batch_tokens=64, decode_prefill_tokens=5).prefill_tokens == 5
     with pytest.raises(ValueError, match=r"not served by this release.*mixed, decode"):
         plan_role(Role.PREFILL, **sizes)
+
+
+@every_mode
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_big_request_waits_no_longer_than_those_before_it_run(mode, cache):
+    """More short requests arrive than the pool can take, one a step, and never stop; one needs nearly the whole pool."""
+    driver = Driver(make_core(num_blocks=20, max_batch_tokens=16, enable_prefix_cache=cache), **mode)
+    core, wanted, running_since, arrived = driver.core, {}, {}, []
+    head_since = end = None
+    for number in range(150):
+        name = "big" if number == 12 else f"{'abcdefgh'[number % 8]}{number}"
+        wanted[name] = add(driver, name, 68 if name == "big" else 9, 8 if name == "big" else 6)
+        arrived.append(name)
+        driver.step()
+        driver.check()
+        for request_id in core.scheduler.running:
+            running_since.setdefault(request_id, number)
+        if head_since is None and core.scheduler.waiting and core.scheduler.waiting[0].request_id == "big":
+            head_since = number
+        if end is None and "big" in driver.completions:
+            end = number
+    assert list(running_since) == arrived[: len(running_since)]  # nobody is overtaken
+    assert len(core.scheduler.waiting) > 20 and head_since is not None and end is not None
+    # At the head it waits until those that run have drawn their 6 tokens, each at most twice interrupted for the pool's sake.
+    assert running_since["big"] - head_since <= 12
+    # Then 68 tokens in chunks of 16, 8 more, alone: what follows it never takes its blocks away.
+    assert end - running_since["big"] <= 5 + 8 + 2
+    assert {name: done.token_ids for name, done in driver.run().items()} == wanted
+    assert driver.completions["big"].num_preemptions == 0
