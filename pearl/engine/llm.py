@@ -10,13 +10,18 @@ also when it raises.
 from __future__ import annotations
 
 import dataclasses
+import os
+import weakref
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pearl.config import EngineConfig
+from pearl.engine.assembly import choose_parts
 from pearl.engine.engine import Engine
+from pearl.engine.leader import Leader
 from pearl.engine.models.config import ModelConfig
+from pearl.engine.ranks import Ranks
 from pearl.engine.request import Completion
 from pearl.protocol import SamplingParams
 
@@ -24,10 +29,15 @@ if TYPE_CHECKING:
     from pearl.engine.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+CHECK_RANKS = "PEARL_CHECK_RANKS"
+"""Environment variable: with 1 the ranks of an instance compare after every step what they drew."""
 
 
 class LLM:
-    """`LLM(folder, dtype="float32", ...)` or `LLM(EngineConfig(...))`; keywords are EngineConfig's fields."""
+    """`LLM(folder, dtype="float32", ...)` or `LLM(EngineConfig(...))`; keywords are EngineConfig's fields.
+
+    With `tensor_parallel=N` it starts N - 1 processes beside its own, which end with it: `close()` or `with LLM(...) as llm`.
+    """
 
     def __init__(self, config_or_path: EngineConfig | ModelConfig | str | Path, **engine_config: Any) -> None:
         known = {field.name for field in dataclasses.fields(EngineConfig)}
@@ -38,11 +48,40 @@ class LLM:
             config = dataclasses.replace(config_or_path, **engine_config)
         else:
             config = EngineConfig(model=config_or_path, **engine_config)
-        self.engine = Engine(config)
+        self._stop = lambda: None
+        self.engine = Engine(config) if config.tensor_parallel == 1 else self._over_several_ranks(config)
+
+    def _over_several_ranks(self, config: EngineConfig) -> Engine:
+        """Starts the other ranks; whatever can be refused without them is refused first."""
+        device = choose_parts(config).device
+        ranks = Ranks(config)
+        self._stop = weakref.finalize(self, ranks.kill)
+        try:
+            return Leader(config, comm=ranks.connect(device), check_ranks=os.environ.get(CHECK_RANKS) == "1")
+        except BaseException:
+            self._stop()
+            raise
+
+    def close(self) -> None:
+        """Ends the other ranks of a tensor-parallel instance; also done when the program ends. Nothing is served afterwards."""
+        if isinstance(self.engine, Leader):
+            self.engine.close()
+        self._stop()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
+
+    @property
+    def generation_defaults(self) -> dict[str, Any]:
+        """What the model folder recommends: `SamplingParams(**llm.generation_defaults)`. Never applied unasked."""
+        return self.engine.generation_defaults
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -68,12 +107,20 @@ class LLM:
         self,
         messages: Sequence[dict] | Sequence[Sequence[dict]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        template: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
-        """Answers one conversation or many; a message is {"role": ..., "content": ...} as the model's template takes it."""
+        """Answers one conversation or many; a message is {"role": ..., "content": ...} as the model's template takes it.
+
+        `tools`, `template` and `template_args` are for all of them, see `Tokenizer.render_chat`.
+        """
         if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
             raise ValueError(f"messages={messages!r}: must be a list of at least one message, or a list of such lists")
         many: Any = [messages] if isinstance(messages[0], dict) else messages
-        return self.generate([self.tokenizer.render_chat(list(conversation)) for conversation in many], params)
+        options: dict[str, Any] = {"tools": tools, "template": template, "template_args": template_args}
+        return self.generate([self.tokenizer.render_chat(list(one), **options) for one in many], params)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-prob of each id after the first, given those before it: len(token_ids) - 1 numbers of the model's softmax.
@@ -88,8 +135,8 @@ class LLM:
     def _run(self, queued: list[str]) -> list[Completion]:
         done: dict[str, list[Completion]] = {request_id: [] for request_id in queued}
         while self.engine.has_unfinished():
-            if self.engine.paused:
-                raise RuntimeError("the engine is paused: resume it before generating")
+            if self.engine.paused or self.engine.asleep:
+                raise RuntimeError("the engine is paused or asleep: resume or wake it before generating")
             for completion in self.engine.step():
                 done[completion.request_id].append(completion)
         return [one for request_id in queued for one in sorted(done[request_id], key=lambda completion: completion.index)]

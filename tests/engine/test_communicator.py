@@ -129,3 +129,98 @@ def test_a_group_of_one_is_through_at_once():
     assert tensor.tolist() == [1.0, 2.0]
     with pytest.raises(ValueError, match="src=1: must be a rank of this group, 0 to 0"):
         comm.broadcast_async(tensor, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+def test_gathering_keeps_the_order_of_the_members(dtype: torch.dtype):
+    def work(comm: Communicator) -> list:
+        rows = torch.arange(12).view(3, 4).t().to(dtype) + 20 * comm.rank  # not contiguous
+        output = torch.zeros((comm.size, 4, 3), dtype=dtype)
+        comm.all_gather(output, rows)
+        scalars = torch.zeros(comm.size, dtype=dtype)
+        comm.all_gather(scalars, rows[1, 2])
+        return [output.tolist(), scalars.tolist()]
+
+    rows = torch.arange(12).view(3, 4).t()
+    expected = [[(rows + 20 * rank).tolist() for rank in range(3)], [9, 29, 49]]
+    assert run_members(3, work) == [expected] * 3
+
+
+def test_gathering_refuses_an_output_of_another_layout():
+    def work(comm: Communicator) -> list[str]:
+        tensor, said = torch.zeros(2, 3), []
+        wrong = [torch.zeros(comm.size, 3, 2), torch.zeros(comm.size, 2, 3, dtype=torch.float64)]
+        for output in [*wrong, torch.zeros(comm.size, 3, 2).transpose(1, 2)]:
+            with pytest.raises(ValueError, match=r"must be \(\d, 2, 3\), torch.float32, contiguous") as caught:
+                comm.all_gather(output, tensor)
+            said.append(str(caught.value))
+        return said
+
+    assert len(work(SingleCommunicator())) == 3
+    assert [len(said) for said in run_members(2, work)] == [3, 3]
+
+
+def test_gathering_in_a_group_of_one():
+    tensor = torch.tensor([[1.0, 2.0]])
+    output = torch.zeros(1, 1, 2)
+    SingleCommunicator().all_gather(output, tensor)
+    assert output.tolist() == [[[1.0, 2.0]]]
+
+
+def test_gathering_names_itself_when_a_member_goes():
+    def work(comm: Communicator) -> str:
+        comm.barrier(10.0)
+        if comm.rank == 1:
+            return ""
+        with pytest.raises(CollectiveError) as caught:
+            comm.all_gather(torch.zeros(2, 4), torch.zeros(4))
+        return str(caught.value)
+
+    assert str(run_members(2, work, leave=True)[0]).startswith("a gathering of 16 bytes from 2 members: ")
+
+
+def test_messages_to_one_member_overlap_and_are_told_apart():
+    """Received in another order than they were sent; `done` turns true without a wait."""
+
+    def work(comm: Communicator) -> list[float]:
+        tensors = [torch.full((50_000,), float(tag)) for tag in range(3)]
+        if comm.rank == 0:
+            pending = [comm.send_async(tensors[tag], 1, tag=tag) for tag in range(3)]
+        else:
+            pending = [comm.recv_async(tensors[tag].zero_(), 0, tag=tag) for tag in (2, 0, 1)]
+        deadline = time.monotonic() + 10.0
+        while not all(item.done() for item in pending):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        for item in pending:
+            item.wait(1.0)
+        return [float(tensor.mean()) for tensor in tensors]
+
+    assert run_members(2, work) == [[0.0, 1.0, 2.0]] * 2
+
+
+def test_a_message_that_does_not_come_is_named():
+    def work(comm: Communicator) -> str:
+        if comm.rank == 1:
+            time.sleep(1.0)
+            comm.send_async(torch.ones(2), 0).wait(10.0)
+            return ""
+        pending = comm.recv_async(torch.zeros(2), 1, "the news")
+        with pytest.raises(CollectiveError) as caught:
+            pending.wait(0.2)
+        pending.wait(10.0)
+        return str(caught.value)
+
+    assert run_members(2, work)[0] == "the news: not through within 0.2 s"
+
+
+@pytest.mark.parametrize("member", [0, 2, -1])
+def test_messages_go_to_another_member_of_the_group(member: int):
+    def work(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.send_async(torch.zeros(1), member)
+
+    message = f"dst={member}: must be another rank of this group than 0, 0 to 1"
+    assert str(run_members(2, work)[0]) == message
+    with pytest.raises(ValueError, match=f"src={member}: must be another rank"):
+        SingleCommunicator().recv_async(torch.zeros(1), member)
