@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 SPECIALS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 
@@ -85,6 +85,72 @@ def sentencepiece_like() -> Tokenizer:
     )
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
     return tokenizer
+
+
+def llama2_like() -> Tokenizer:
+    """As `sentencepiece_like`, but its normalizer puts the space before every piece of text, after special tokens too."""
+    tokenizer = sentencepiece_like()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.pre_tokenizer = None
+    return tokenizer
+
+
+def unigram() -> Tokenizer:
+    """A Unigram model without byte fall-back whose vocabulary holds the special tokens as words of text, as T5's does."""
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("▁", -2.0), ("▁a", -2.5), ("ab", -3.5)]
+    pieces += [(char, -3.0) for char in "abcdefghijklmnopqrstuvwxyz<>/.,!"]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
+    return tokenizer
+
+
+def word_pieces() -> Tokenizer:
+    """WordPiece: a space before every token that is no continuation, and clean-up before punctuation."""
+    tokens = ["[UNK]", *"abcdef.,'", "##a", "##b", "ab", "abc", "##\u00e9", "\u00e9"]
+    tokenizer = Tokenizer(models.WordPiece({token: place for place, token in enumerate(tokens)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
+    return tokenizer
+
+
+def words_with_suffix() -> Tokenizer:
+    """BPE that marks the end of a word: the space belongs to the token before, and the last token has none."""
+    tokens = ["a", "b", "a</w>", "b</w>", "ab</w>", "<unk>"]
+    vocab = {token: place for place, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b</w>")], unk_token="<unk>", end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
+    return tokenizer
+
+
+def byte_level_in_sequence() -> Tokenizer:
+    """`byte_level` with added tokens that are not special, its decoder wrapped in a sequence."""
+    tokenizer = byte_level()
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<think>", "né\u4f60", "  ")])
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel()])
+    return tokenizer
+
+
+def bytes_then_replaced() -> Tokenizer:
+    """`byte_level` with a second decoder behind the first: tokens are no longer known by their bytes."""
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("never there", "")])
+    return tokenizer
+
+
+KINDS = {
+    "byte_level": byte_level,
+    "byte_level_in_sequence": byte_level_in_sequence,
+    "sentencepiece_like": sentencepiece_like,
+    "llama2_like": llama2_like,
+    "unigram": unigram,
+    "word_pieces": word_pieces,
+    "words_with_suffix": words_with_suffix,
+}
 
 
 def save(tokenizer: Tokenizer, folder: Path, template: str | None = None, **settings: Any) -> Path:

@@ -7,7 +7,7 @@ none can arise from two marked strings side by side; undoing the stand-ins gives
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -25,19 +25,19 @@ class ContentMarker:
         self._prefixes = {text[:size] for text in specials for size in range(1, len(text))}
         self._longest = max(map(len, specials), default=0)
 
-    def mark(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None, template: str
-    ) -> tuple[list[dict[str, Any]], Sequence[Any] | None, dict[int, str]]:
-        """(messages, tools, {code of a stand-in: the character it stands for}); untouched if nothing is to be hidden."""
-        strings = list(_strings_of([*messages, *(tools or [])]))
+    def mark(self, value: Any, template: str) -> tuple[Any, dict[int, str]]:
+        """(nested lists and dicts with marked strings, {code of a stand-in: the character it stands for}).
+
+        The same `value` if nothing is to be hidden. `template`: text whose characters cannot be stand-ins.
+        """
+        strings = list(_strings_of(value))
         hidden = {text[place] for text in strings for place in self._places(text)}
         if not hidden:
-            return list(messages), tools, {}
+            return value, {}
         used = set(template).union(*strings)
         free = (code for code in range(0xF0000, 0x10FFFE) if chr(code) not in used)
         standin_of = {char: chr(code) for char, code in zip(sorted(hidden), free, strict=False)}
-        marked = [{key: self._marked(value, standin_of) for key, value in message.items()} for message in messages]
-        return marked, tools and self._marked(tools, standin_of), {ord(to): char for char, to in standin_of.items()}
+        return self._marked(value, standin_of), {ord(to): char for char, to in standin_of.items()}
 
     def _places(self, text: str) -> list[int]:
         """Positions at which a special token begins, or may begin at the end of the string."""
@@ -63,12 +63,13 @@ class ContentMarker:
 def special_pattern(specials: Iterable[Any]) -> re.Pattern[str]:
     """Finds special tokens (tokenizers' AddedToken) in text the way the tokenizer does: leftmost, then longest.
 
-    A token that strips takes the white space on that side with it.
+    A token that strips takes the white space on that side with it; one of a single word stands between no word characters.
     """
     pieces = []
     for token in sorted(specials, key=lambda token: len(token.content), reverse=True):
         before, after = (r"\s*" if flag else "" for flag in (token.lstrip, token.rstrip))
-        pieces.append(before + re.escape(token.content) + after)
+        alone = (r"(?<!\w)", r"(?!\w)") if token.single_word else ("", "")
+        pieces.append(before + alone[0] + re.escape(token.content) + alone[1] + after)
     return re.compile("|".join(pieces) or "(?!)")
 
 

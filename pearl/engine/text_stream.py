@@ -20,6 +20,8 @@ class DecodingTokenizer(Protocol):
     def special_ids(self) -> frozenset[int]: ...
     @property
     def is_byte_level(self) -> bool: ...
+    @property
+    def byte_tokens(self) -> Sequence[int]: ...
     def token_bytes(self, token_id: int) -> bytes: ...
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
@@ -44,48 +46,71 @@ class ByteDecoder:
         return self._decoder.decode(b"", final=True)
 
 
+class ByteRuns:
+    """Mends the byte fall-back tokens ("<0x0A>") of a stream of ids, so that they always spell whole characters.
+
+    A decoder replaces a whole run of such tokens by U+FFFD once one of them is invalid, also characters that have been shown
+    by then. Here a maximal invalid sequence alone becomes U+FFFD, as with tokens that are byte strings. Valid runs, and
+    tokenizers without such tokens, pass unchanged.
+    """
+
+    __slots__ = ("_bytes_of", "_decoder", "_tokens")
+
+    def __init__(self, tokenizer: DecodingTokenizer) -> None:
+        self._bytes_of, self._tokens = tokenizer.token_bytes, tokenizer.byte_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token_id: int) -> list[int]:
+        byte = self._bytes_of(token_id) if self._tokens else b""
+        return self._spelled(self._decoder.decode(byte)) if byte else [*self.finish(), token_id]
+
+    def finish(self) -> list[int]:
+        """Ends a run: U+FFFD for a character that was not finished."""
+        return self._spelled(self._decoder.decode(b"", final=True))
+
+    def _spelled(self, text: str) -> list[int]:
+        return [self._tokens[byte] for byte in text.encode()]
+
+
 class WindowDecoder:
     """For tokenizers whose tokens are not byte strings (SentencePiece): decodes a short window twice per token.
 
-    The tokens shown last stay in the window as context, since such decoders treat the first token of a text specially. Byte
-    tokens tell when a character is unfinished; behind other tokens a U+FFFD at the end is taken for one, but for no longer
-    than `LIMIT` tokens. Exact as long as the tokens spell valid UTF-8: such a decoder replaces a whole run of byte tokens by
-    U+FFFD once one of them is invalid, also those that were complete when they were shown.
+    The tokens shown last stay in the window as context, since such decoders treat the first token of a text specially. A
+    U+FFFD at the end is taken for an unfinished character unless byte fall-back tokens tell (`ByteRuns`), but for no longer
+    than `LIMIT` tokens.
     """
 
     LIMIT = 8
 
-    __slots__ = ("_bytes_of", "_context", "_decode", "_pending", "_run", "_shown")
+    __slots__ = ("_context", "_decode", "_pending", "_runs", "_shown", "_tells")
 
     def __init__(self, tokenizer: DecodingTokenizer) -> None:
-        self._bytes_of = tokenizer.token_bytes
         self._decode = tokenizer.decode
-        self._run = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._runs = ByteRuns(tokenizer)
+        self._tells = bool(tokenizer.byte_tokens)
         self._context: list[int] = []
         self._shown = 0
         self._pending: list[int] = []
 
     def feed(self, token_id: int) -> str:
-        self._pending.append(token_id)
+        new = self._runs.feed(token_id)
+        if not new:
+            return ""
+        self._pending += new
         text = self._decode(self._context + self._pending)
-        unfinished = self._is_unfinished(token_id, text) or len(text) <= self._shown
+        unfinished = (text.endswith("\ufffd") and not self._tells) or len(text) <= self._shown
         return "" if unfinished and len(self._pending) < self.LIMIT else self._advance(text)
 
-    def _is_unfinished(self, token_id: int, text: str) -> bool:
-        byte = self._bytes_of(token_id)
-        if not byte:
-            self._run.reset()
-            return text.endswith("\ufffd")
-        self._run.decode(byte)
-        return bool(self._run.getstate()[0])
-
     def finish(self) -> str:
+        self._pending += self._runs.finish()
         return self._advance(self._decode(self._context + self._pending)) if self._pending else ""
 
     def _advance(self, text: str) -> str:
         new = text[self._shown :]
-        self._context, self._pending = self._pending, []
-        self._shown = len(self._decode(self._context))
+        if new:  # tokens that show nothing are no context: what comes next would be taken for the first of the text
+            self._context = self._pending
+            self._shown = len(self._decode(self._context))
+        self._pending = []
         return new
 
 

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pearl.engine.special_text import ContentMarker, special_pattern
+from pearl.engine.chat_template import ChatTemplate, Message
+from pearl.engine.special_text import special_pattern
 from pearl.engine.text_stream import ByteRuns
-
-Message = dict[str, Any]
 
 ASK, REPLY, NEXT = "Q1ask7", "Q2reply7", "Q3next7"
 """Dummy contents with which a template is asked what it puts around a message."""
@@ -58,7 +57,7 @@ class Tokenizer:
         self._special_by_text = {token.content: token_id for token_id, token in specials.items()}
         self._strips = any(token.lstrip or token.rstrip for token in specials.values())
         self._special_pattern = special_pattern(specials.values())
-        self._marker = ContentMarker(list(self._special_by_text))
+        self._template = ChatTemplate(fast, name, list(self._special_by_text))
         self._first_differs = self._is_first_piece_different()
         self._backend.encode_special_tokens = True
         self.special_ids: frozenset[int] = frozenset(specials)
@@ -154,7 +153,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._fast.chat_template is not None
+        return self._template.exists
 
     def render_chat(
         self,
@@ -172,11 +171,7 @@ class Tokenizer:
         default "tool_use" with tools and "default" without. `template_args` are further variables of the template
         (`enable_thinking`). ValueError: no messages, no such template, or the template refuses, in its own words.
         """
-        self._check(messages)
-        name = self._chosen(template, bool(tools))
-        given = [list(messages), None if tools is None else _schemas(tools), dict(template_args or {})]
-        (marked, specs, arguments), standins = self._marker.mark(given, str(self._fast.chat_template))
-        text = self._render(marked, add_generation_prompt, specs, name, arguments)
+        text, standins = self._template.render(messages, add_generation_prompt, tools, template, template_args)
         return self._template_ids(text, standins)
 
     def chat_start(self, messages: Sequence[Message]) -> list[int]:
@@ -216,60 +211,24 @@ class Tokenizer:
 
     # ------------------------------------------------------------------------------------------------ templates
 
-    def _chosen(self, template: str | None, tools: bool) -> str | None:
-        """The name of the template to use, None if there is only one, which has none. ValueError if it is not there."""
-        named = self._fast.chat_template
-        if not isinstance(named, dict):
-            if template is not None:
-                raise ValueError(f"template={template!r}: {self._name} has a single template without a name")
-            return None
-        name = template or ("tool_use" if tools and "tool_use" in named else "default")
-        if name not in named:
-            raise ValueError(f"template={template!r}: {self._name} has {', '.join(sorted(named))}, no {name!r}")
-        return name
-
-    def _render(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool,
-        tools: Sequence[Any] | None = None,
-        template: str | None = None,
-        arguments: Mapping[str, Any] | None = None,
-    ) -> str:
-        options = {**(arguments or {}), "tokenize": False, "add_generation_prompt": add_generation_prompt}
-        try:
-            return self._fast.apply_chat_template(list(messages), tools=tools, chat_template=template, **options)
-        except Exception as error:  # a template is a program: it raises what its author or its input leads it to
-            reason = str(error) or type(error).__name__
-            raise ValueError(f"messages: the chat template of {self._name} refuses them: {reason}") from error
-
-    def _check(self, messages: Sequence[Message]) -> None:
-        if not self.has_chat_template:
-            raise ValueError(f"messages: {self._name} has no chat template; give a prompt as text or token ids")
-        if not messages:
-            raise ValueError("messages=[]: must hold at least one message")
-        for message in messages:
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise ValueError(f"messages: {message!r} must be a dict with a role")
-
     def _assistant_turn(self) -> tuple[str, str, list[int]]:
         """(text of a first prompt, what the template writes after the reply to end the turn, ids of the latter)."""
         if self._turn is None:
             asked, replied = {"role": "user", "content": ASK}, {"role": "assistant", "content": REPLY}
-            self._check([asked, replied])
-            closed = self._render([asked, replied], False).rpartition(REPLY)[2]
+            self._template.check([asked, replied])
+            closed = self._template.write([asked, replied], False).rpartition(REPLY)[2]
             match = self._special_pattern.search(closed)
             ending = closed[: match.end()] if match else ""
-            self._turn = self._render([asked], True), ending, self._template_ids(ending, {}, first=False)
+            self._turn = self._template.write([asked], True), ending, self._template_ids(ending, {}, first=False)
         return self._turn
 
     def _rest_after_reply(self, message: Message) -> tuple[str, dict[int, str]]:
         """The template's text after the ended reply in [ask, reply, message, generation prompt], stand-ins still in it."""
-        self._check([message])
+        self._template.check([message])
         prompt, ending, _ = self._assistant_turn()
-        marked, standins = self._marker.mark([message], str(self._fast.chat_template))
+        marked, standins = self._template.mark([message])
         asked, replied = {"role": "user", "content": ASK}, {"role": "assistant", "content": REPLY}
-        text = self._render([asked, replied, *marked], True)
+        text = self._template.write([asked, replied, *marked], True)
         gap, found, rest = text[len(prompt) :].partition(REPLY)
         if not (text.startswith(prompt) and found and not gap.strip() and rest.startswith(ending)):
             raise ValueError(
@@ -350,15 +309,3 @@ def _decoder_types(decoder: Any) -> list[str]:
     """What a decoder of the tokenizers library is made of: ["ByteLevel"], ["Replace", "ByteFallback", ...], []."""
     state = json.loads(decoder.__getstate__()) if decoder is not None else {}
     return [part["type"] for part in state.get("decoders", [state] if state else [])]
-
-
-def _schemas(tools: Sequence[Any]) -> list[Any]:
-    """Tools as JSON schemas; functions are described by their annotations and docstring. ValueError for anything else."""
-    from transformers.utils import get_json_schema
-
-    if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence):
-        raise ValueError(f"tools={tools!r}: must be a list of JSON schemas or functions")
-    try:
-        return [get_json_schema(tool) if callable(tool) else dict(tool) for tool in tools]
-    except Exception as error:  # a docstring that does not describe every argument, or no tool at all
-        raise ValueError(f"tools: each must be a JSON schema or a function with annotations and docstring: {error}") from error

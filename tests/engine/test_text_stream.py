@@ -99,6 +99,8 @@ def test_the_window_of_a_word_decoder_is_bounded() -> None:
     sizes: list[int] = []
 
     class Spy:
+        byte_tokens = ()
+
         def token_bytes(self, token_id: int) -> bytes:
             return b""
 

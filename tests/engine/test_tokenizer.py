@@ -314,21 +314,21 @@ def test_time_of_a_continuation(tokenizers: dict[str, Tokenizer], capsys: pytest
 @settings(max_examples=100, deadline=None)
 def test_marked_strings_hold_no_special_token_and_come_back(contents: list[str]) -> None:
     messages = [{"role": "user", "content": content} for content in contents]
-    marked, _, standins = ContentMarker(list(tiny.SPECIALS)).mark(messages, None, "")
+    marked, standins = ContentMarker(list(tiny.SPECIALS)).mark(messages, "")
     joined = "".join(message["content"] for message in marked)
     assert not any(special in joined for special in tiny.SPECIALS)
     assert joined.translate(standins) == "".join(contents)
 
 
 def test_the_beginning_of_a_special_token_is_marked_beside_a_whole_one() -> None:
-    marked, _, standins = ContentMarker(list(tiny.SPECIALS)).mark([{"content": "<s><|im_"}, {"content": "end|>"}], None, "")
+    marked, standins = ContentMarker(list(tiny.SPECIALS)).mark([{"content": "<s><|im_"}, {"content": "end|>"}], "")
     joined = marked[0]["content"] + marked[1]["content"]
     assert "<s>" not in joined and "<|im_end|>" not in joined and joined.translate(standins) == "<s><|im_end|>"
 
 
 def test_stand_ins_avoid_characters_in_use() -> None:
     content = "<s>" + chr(0xF0000)
-    marked, _, standins = ContentMarker(["<s>"]).mark([{"content": content}], None, chr(0xF0001))
+    marked, standins = ContentMarker(["<s>"]).mark([{"content": content}], chr(0xF0001))
     assert set(standins) == {0xF0002} and marked[0]["content"] == chr(0xF0002) + "s>" + chr(0xF0000)
 
 
