@@ -124,7 +124,7 @@ def wait_until(ends: Iterable[Server | Client], ready: Callable[[], bool], timeo
 
 
 def _receive_now(socket: zmq.Socket) -> list[bytes] | None:
-    if not socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # costs less than the exception below
+    if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # costs less than the exception below
         return None
     try:
         return socket.recv_multipart(zmq.NOBLOCK)
