@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -17,6 +16,9 @@ from pearl.protocol import Role, SamplingParams
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+CHOSEN = "chosen"
+"""The field of a Config that `resolve` writes and nobody sets."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -24,6 +26,7 @@ class EngineConfig:
 
     `model` is a Hugging Face folder or a ModelConfig. `num_blocks=None` sizes the pool from memory (`kv_memory_fraction` of
     what is free). `kv_fill` poisons the pool in tests (nan). `load_format="dummy"` gives random weights.
+    `transfer_deadline_s`: seconds for which a request that moves to or from another engine is waited for.
     """
 
     model: Any = None
@@ -40,6 +43,7 @@ class EngineConfig:
     device: str = "auto"
     role: Role = Role.MIXED
     decode_prefill_tokens: int = 256
+    transfer_deadline_s: float = 30.0
     tensor_parallel: int = 1
     seed: int = 0
     deterministic: bool = False
@@ -59,10 +63,10 @@ class EngineConfig:
             raise ValueError(f"engine.kv_fill={self.kv_fill!r}: must be None or a number")
         if not isinstance(self.device, str):
             raise ValueError(f"engine.device={self.device!r}: must be auto or the name of a device")
+        if not 0 < self.transfer_deadline_s < float("inf"):
+            raise ValueError(f"engine.transfer_deadline_s={self.transfer_deadline_s}: must be a finite number > 0")
         if not 0 < self.kv_memory_fraction <= 1:
             raise ValueError(f"engine.kv_memory_fraction={self.kv_memory_fraction}: must be in (0, 1]")
-        if self.tensor_parallel != 1:
-            raise ValueError(f"engine.tensor_parallel={self.tensor_parallel}: this release serves 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +229,8 @@ class Config:
     `max_staleness` counts weight versions between a trajectory's oldest token and the update that trains on it; 0 is
     synchronous, and None means 0 for one rank (which takes turns) and 1 for more. `save_steps` (a checkpoint to resume from,
     the last `keep_checkpoints` are kept) and `eval_steps`: every so many steps, 0 for never; the final policy is always
-    saved. `trace` writes trace.json for ui.perfetto.dev.
+    saved. `trace` writes trace.json for ui.perfetto.dev. `chosen` names the settings that `resolve` filled in for one number of
+    ranks; see `unresolved`.
     """
 
     recipe: str = ""
@@ -249,12 +254,18 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     cluster: ClusterOptions = field(default_factory=ClusterOptions)
     timeouts: Timeouts = field(default_factory=Timeouts)
+    chosen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         at_least(self, "", 1, "rollout_batch_size", "max_steps", "eval_episodes", "keep_checkpoints", whole=True)
         at_least(self, "", 2, "group_size", whole=True)
+        if self.engine.tensor_parallel != 1:
+            several = f"engine.tensor_parallel={self.engine.tensor_parallel}"
+            raise ValueError(f"{several}: a job serves with engines of 1 rank in this release; LLM takes more")
         above_zero(self.rollout, "rollout", "temperature")
         at_least(self, "", 0, "seed", "save_steps", "eval_steps", whole=True)
+        if not isinstance(self.output_dir, str) or not self.output_dir.strip():
+            raise ValueError(f"output_dir={self.output_dir!r}: must be the name of a folder, for example runs")
         if self.max_staleness is not None:
             at_least(self, "", 0, "max_staleness")
 
@@ -310,10 +321,45 @@ def resolve(config: Config, world: int) -> Config:
             f"optimizer.mini_batch_size={c.optimizer.mini_batch_size}: must divide rollout_batch_size="
             f"{c.rollout_batch_size}; valid: {', '.join(map(str, divisors))}"
         )
-    if c.model.path is not None and not (Path(c.model.path) / "config.json").is_file():
-        raise ValueError(f"model.path={c.model.path!r}: not a Hugging Face model folder (no config.json)")
+    if c.model.path is None:
+        _check_fresh_model(c)
     staleness = (0 if world == 1 else 1) if c.max_staleness is None else c.max_staleness
-    return replace(c, max_staleness=staleness, cluster=replace(c.cluster, train_ranks=train_ranks))
+    automatic = {"max_staleness": c.max_staleness, "cluster.train_ranks": c.cluster.train_ranks}
+    chosen = tuple(name for name, value in automatic.items() if value is None or name in c.chosen)
+    return replace(c, chosen=chosen, max_staleness=staleness, cluster=replace(c.cluster, train_ranks=train_ranks))
+
+
+def unresolved(config: Config) -> Config:
+    """The Config as it was before `resolve`, so that it can be resolved for another number of ranks: what was set stays."""
+    for name in config.chosen:
+        if name == "max_staleness":
+            config = replace(config, max_staleness=None)
+        elif name == "cluster.train_ranks":
+            config = replace(config, cluster=replace(config.cluster, train_ranks=None))
+    return replace(config, chosen=())
+
+
+def _check_fresh_model(c: Config) -> None:
+    """The sizes of a policy that begins from random weights must fit each other and the engine."""
+    m = c.model
+    if m.num_heads % m.num_kv_heads:
+        valid = [n for n in range(1, m.num_heads + 1) if m.num_heads % n == 0]
+        sizes = f"model.num_kv_heads={m.num_kv_heads}: must divide model.num_heads={m.num_heads}"
+        raise ValueError(f"{sizes}; valid: {', '.join(map(str, valid))}")
+    if m.head_dim % 2:
+        raise ValueError(f"model.head_dim={m.head_dim}: must be even (rotary embedding pairs), e.g. {m.head_dim + 1}")
+    check_lengths(c, m.max_position, "model.max_position")
+
+
+def check_lengths(config: Config, max_position: int, source: str) -> None:
+    """ValueError if the engine is to take more tokens than the model (`source` says its limit), or a turn leaves no prompt."""
+    length = config.engine.max_model_len
+    if length is not None and length > max_position:
+        raise ValueError(f"engine.max_model_len={length}: must be at most {source}={max_position}")
+    limit, name = (max_position, source) if length is None else (length, "engine.max_model_len")
+    if config.rollout.max_tokens >= limit:
+        most = f"must be below {name}={limit}, which prompt and answers share"
+        raise ValueError(f"rollout.max_tokens={config.rollout.max_tokens}: {most}")
 
 
 def to_json(config: Config) -> str:

@@ -9,7 +9,7 @@ import types
 import typing
 from typing import Any
 
-from pearl.config import Config
+from pearl.config import CHOSEN, Config
 from pearl.protocol import Role
 
 
@@ -18,15 +18,24 @@ def override(config: Config, settings: list[str]) -> Config:
     for setting in settings:
         key, separator, text = setting.partition("=")
         if not separator or not key:
-            raise ValueError(f"--set {setting!r}: must be KEY=VALUE, for example --set seed=1")
+            example = f"{setting}={_example(config, setting)}" if setting in keys_of(config) else "seed=1"
+            raise ValueError(f"--set {setting!r}: must be KEY=VALUE, for example --set {example}")
         config = _replaced(config, key.split("."), text, key)
     return config
+
+
+def _example(config: Config, key: str) -> Any:
+    """The present value of a key, as it would be written."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return json.dumps(value) if isinstance(value, dict | bool) else "none" if value is None else value
 
 
 def _replaced(section: Any, path: list[str], text: str, key: str) -> Any:
     if isinstance(section, dict):
         return {**section, ".".join(path): _json_or_text(text)}
-    fields = {item.name: item for item in dataclasses.fields(section)}
+    fields = {item.name for item in dataclasses.fields(section)} - {CHOSEN}
     name, rest = path[0], path[1:]
     if name not in fields:
         raise ValueError(_unknown(key, list(keys_of(Config()))))
@@ -56,7 +65,7 @@ def keys_of(section: Any, prefix: str = "") -> typing.Iterator[str]:
         value = getattr(section, item.name)
         if dataclasses.is_dataclass(value):
             yield from keys_of(value, f"{prefix}{item.name}.")
-        else:
+        elif item.name != CHOSEN:
             yield prefix + item.name
 
 
@@ -67,6 +76,9 @@ def parse_as(hint: Any, text: str, key: str) -> Any:
         return None
     kinds = [option for option in options if option is not type(None)]
     kind = kinds[0]
+    if not text:
+        none = " or none" if type(None) in options else ""
+        raise ValueError(f"--set {key}=: the value is missing, it must be {_name_of(kind)}{none}")
     try:
         if kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
@@ -79,9 +91,19 @@ def parse_as(hint: Any, text: str, key: str) -> Any:
         if typing.get_origin(kind) is dict:
             return {**json.loads(text)}
     except (ValueError, KeyError, TypeError):
-        name = "true or false" if kind is bool else ", ".join(Role) if kind is Role else getattr(kind, "__name__", str(kind))
-        raise ValueError(f"--set {key}={text!r}: must be {name}") from None
+        raise ValueError(f"--set {key}={text!r}: must be {_name_of(kind)}") from None
     return text
+
+
+def _name_of(kind: Any) -> str:
+    """What a value of this type looks like, for people."""
+    if kind is Role:
+        return f"one of {', '.join(Role)}"
+    if typing.get_origin(kind) is typing.Literal:
+        return f"one of {', '.join(map(str, typing.get_args(kind)))}"
+    if typing.get_origin(kind) is dict:
+        return """a JSON object, for example '{"size": 4}'"""
+    return {bool: "true or false", int: "an integer", float: "a number", str: "text"}.get(kind, "a value")
 
 
 def _json_or_text(text: str) -> Any:

@@ -215,7 +215,7 @@ class FakeRanks(threading.Thread):
 class InlinePool:
     """The environments of a job in this thread: what `EnvironmentPool` offers the controller, for environments that behave."""
 
-    def __init__(self, context: zmq.Context, options: Any, clock: Any, log_dir: Path) -> None:
+    def __init__(self, context: zmq.Context, options: Any, clock: Any, log_dir: Path, notice: Any = None) -> None:
         self.seconds = 0.0
         """Processor time of the environments themselves, which a real pool spends in other processes."""
         self.counts: Counter[str] = Counter(restarts=0, timeouts=0, errors=0, replayed=0)

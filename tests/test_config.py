@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from pearl.config import Config, EngineConfig, from_json, resolve, to_json
+from pearl.config import Config, EngineConfig, from_json, resolve, to_json, unresolved
 from pearl.overrides import keys_of, override
 from pearl.protocol import Role
 from pearl.rl.recipes import registry
@@ -36,8 +36,19 @@ def test_override_leaves_the_original_alone():
         ("optimizer.learning_rate=1", ["optimizer.learning_rate", "did you mean"]),
         ("seed.x=1", ["seed.x"]),
         ("optimizer=1", ["section", "optimizer.lr"]),
-        ("seed=abc", ["seed", "'abc'", "int"]),
-        ("seed", ["KEY=VALUE"]),
+        ("seed=abc", ["seed", "'abc'", "an integer"]),
+        ("seed", ["KEY=VALUE", "--set seed=0"]),
+        ("env.options", ["KEY=VALUE", "--set env.options={}"]),
+        ("quickstart", ["KEY=VALUE", "--set seed=1"]),
+        ("=3", ["KEY=VALUE"]),
+        ("optimizer.lr=fast", ["optimizer.lr", "'fast'", "a number"]),
+        ("env.options=4", ["env.options", "JSON object", '{"size": 4}']),
+        ("env.options={size: 4}", ["env.options", "JSON object", '{"size": 4}']),
+        ("seed=", ["seed=", "missing", "an integer"]),
+        ("output_dir=", ["output_dir=", "missing"]),
+        ("output_dir= ", ["output_dir=' '", "folder"]),
+        ("model.path=", ["model.path=", "missing", "or none"]),
+        ("chosen=x", ["chosen", "no such key"]),
         ("engine.role=boss", ["engine.role", "boss", "mixed, prefill, decode"]),
         ("algorithm.normalize_std=maybe", ["true or false"]),
         ("engine.kernels=fast", ["engine.kernels", "reference"]),
@@ -45,6 +56,7 @@ def test_override_leaves_the_original_alone():
         ("group_size=1", ["group_size=1", ">= 2"]),
         ("rollout.top_p=1.5", ["rollout.top_p", "1.5"]),
         ("algorithm.clip_low=2", ["algorithm.clip_low=2.0", "[0, 1]"]),
+        ("engine.tensor_parallel=2", ["engine.tensor_parallel=2"]),
         ("algorithm.entropy_coef=nan", ["algorithm.entropy_coef", "nan"]),
     ],
 )
@@ -60,7 +72,11 @@ def test_a_bad_setting_is_refused_by_name(setting, words):
     [
         (["rollout_batch_size=100"], ["rollout_batch_size=100", "group_size=8", "96 or 104"]),
         (["optimizer.mini_batch_size=48"], ["optimizer.mini_batch_size=48", "1, 2, 4, 8, 16, 32, 64, 128"]),
-        (["model.path=/no/such/folder"], ["model.path", "config.json"]),
+        (["model.num_kv_heads=3"], ["model.num_kv_heads=3", "model.num_heads=4", "1, 2, 4"]),
+        (["model.head_dim=7"], ["model.head_dim=7", "even", "8"]),
+        (["model.max_position=100", "engine.max_model_len=101"], ["engine.max_model_len=101", "model.max_position=100"]),
+        (["rollout.max_tokens=512"], ["rollout.max_tokens=512", "model.max_position=512"]),
+        (["rollout.max_tokens=64", "engine.max_model_len=64"], ["rollout.max_tokens=64", "engine.max_model_len=64"]),
     ],
 )
 def test_impossible_sizes_name_the_valid_ones(settings, words):
@@ -75,6 +91,25 @@ def test_ranks_are_split_and_staleness_follows(world, train_ranks, staleness):
     config = resolve(Config(), world)
     assert (config.cluster.train_ranks, config.max_staleness) == (train_ranks, staleness)
     assert resolve(override(Config(), ["max_staleness=3"]), world).max_staleness == 3
+
+
+def test_what_fits_exactly_is_taken():
+    lengths = ["model.max_position=100", "engine.max_model_len=100", "rollout.max_tokens=99"]
+    heads = ["model.num_heads=6", "model.num_kv_heads=3"]
+    assert resolve(override(Config(), lengths + heads), world=1).rollout.max_tokens == 99
+
+
+def test_what_was_chosen_for_one_number_of_ranks_is_chosen_again_for_another_and_what_was_set_stays():
+    first = from_json(to_json(resolve(Config(), world=1)))
+    assert first.chosen == ("max_staleness", "cluster.train_ranks")
+    again = resolve(unresolved(first), world=8)
+    assert (again.max_staleness, again.cluster.train_ranks) == (1, 2)
+    fixed = from_json(to_json(resolve(override(Config(), ["max_staleness=3", "cluster.train_ranks=1"]), world=2)))
+    again = resolve(unresolved(fixed), world=8)
+    assert (again.max_staleness, again.cluster.train_ranks, again.chosen) == (3, 1, ())
+    half = resolve(override(Config(), ["max_staleness=0"]), world=2)
+    assert half.chosen == ("cluster.train_ranks",)
+    assert unresolved(half).max_staleness == 0
 
 
 @pytest.mark.parametrize(("world", "train_ranks"), [(1, 2), (2, 2), (4, 4), (4, 9)])
@@ -92,8 +127,10 @@ def test_every_recipe_resolves_and_survives_json(name):
 
 
 def test_an_unknown_recipe_is_refused_with_the_nearest():
-    with pytest.raises(ValueError, match="did you mean quickstart"):
+    with pytest.raises(ValueError, match=r"^recipe 'quikstart': did you mean quickstart\?$"):
         registry.load("quikstart")
+    with pytest.raises(ValueError, match=r"^recipe 'x': must be one of quickstart$"):
+        registry.load("x")
 
 
 def test_every_section_is_frozen():
@@ -107,7 +144,7 @@ def test_every_section_is_frozen():
 
 @pytest.mark.parametrize(
     "kwargs",
-    [{"block_size": 0}, {"dtype": "int8"}, {"kv_memory_fraction": 0.0}, {"tensor_parallel": 2},
+    [{"block_size": 0}, {"dtype": "int8"}, {"kv_memory_fraction": 0.0}, {"tensor_parallel": 0},
      {"block_size": 4.0}, {"block_size": True}, {"num_blocks": "9"}, {"max_num_seqs": 2.5}, {"kv_fill": "x"}, {"device": None}],
 )
 def test_engine_config_is_checked(kwargs):

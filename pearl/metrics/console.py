@@ -18,6 +18,9 @@ TIME_PARTS = ("rollout", "train", "publish", "eval", "other")
 
 LEVELS, ASCII_LEVELS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 
+LONG_WAIT_S = 10.0
+"""A wait is called one from here on; shorter ones, which follow each other in a step, have no length worth saying."""
+
 HEARTBEAT_WORKERS = 8
 """With more workers than this a heartbeat shows them by role: it is one line."""
 
@@ -38,7 +41,8 @@ def step_line(row: Mapping[str, Any]) -> str:
 
 def heartbeat_line(status: Status) -> str:
     """What is waited for and for how long, the queues, and every worker (by role where they are many), in one line."""
-    parts = [f"still waiting after {duration(status.waited_s)} for {status.waiting_for}" if status.waiting_for else "running"]
+    long = f"still waiting after {duration(status.waited_s)}" if status.waited_s >= LONG_WAIT_S else "waiting"
+    parts = [f"{long} for {status.waiting_for}" if status.waiting_for else "running"]
     if status.queues:
         parts.append(queues_text(status.queues))
     parts += [

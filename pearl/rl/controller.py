@@ -80,7 +80,7 @@ class Controller:
         self.clock: Clock = WallClock()
         self.context = zmq.Context()
         self.server = Server(self.context, "tcp://127.0.0.1:0", ToController)
-        self.pool = EnvironmentPool(self.context, config.env, self.clock, run / "logs")
+        self.pool = EnvironmentPool(self.context, config.env, self.clock, run / "logs", self.notice)
         self.collector: Collector | None = None
         self.training: TrainingRun | None = None
         trace = f"trace{f'-{checkpoint.name}' if checkpoint else ''}.json"

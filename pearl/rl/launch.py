@@ -1,13 +1,11 @@
-"""Starts a job: `pearl run [RECIPE] [--set a.b=c ...] [--print]` and `torchrun -m pearl.rl.launch` with the same options.
+"""One rank of a job: `torchrun -m pearl.rl.launch [RECIPE] [--set a.b=c ...]`, and what `pearl run` starts as often as asked.
 
-Owns the command line and the life of one rank: run directory, controller process, WORLD (`world.py`), main loop, the end.
-`pearl run` checks the configuration, then becomes torchrun. torch is loaded only once the configuration is known to be
-good. Rank 0 alone prints.
+Owns the life of a rank: run directory, controller process, WORLD (`world.py`), main loop, the end. The options are those of
+`command_line.py`. torch is loaded only once the configuration is known to be good. Rank 0 alone prints.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
 import os
@@ -19,7 +17,6 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,89 +25,19 @@ from pearl.config import Config
 from pearl.metrics.console import duration, step_line
 from pearl.metrics.jsonl import read_jsonl
 from pearl.metrics.live import LiveView, is_interactive
-from pearl.overrides import override
 from pearl.protocol import Hello, Notice, Ready, Status, StepReport, Stop
 from pearl.rl import fresh_model, process
+from pearl.rl.command_line import EXIT_USAGE, Job, parser, planned, print_config
 from pearl.rl.control import LAUNCHER_GONE, ControlThread
 from pearl.rl.envs import registry as environments
 from pearl.rl.envs.base import words_of
-from pearl.rl.layout import JobLayout
 from pearl.rl.rank import RankLoop, report_failure
-from pearl.rl.recipes import registry as recipes
-from pearl.rl.run_state import ResumePoint, RunLock, check_settings, open_run, rewind_run
+from pearl.rl.run_state import RunLock, how_to_go_on, rewind_run
 from pearl.rl.start_watch import StartWatch, launcher_answers
-
-EXIT_USAGE = 2
 
 
 class LaunchError(RuntimeError):
     """The job could not be started; the message is for the person who tried."""
-
-
-def parser(program: str) -> argparse.ArgumentParser:
-    """The options of a job, the same for `pearl run` and for torchrun."""
-    options = argparse.ArgumentParser(prog=program, allow_abbrev=False, description="Train an agent by reinforcement learning.")
-    options.add_argument("recipe", nargs="?", help=f"one of: {', '.join(recipes.RECIPES)} (default: quickstart)")
-    options.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting, e.g. seed=1")
-    options.add_argument("--resume", metavar="RUN", help="go on from the last checkpoint of this run directory")
-    options.add_argument("--print", action="store_true", help="print the resolved configuration and end")
-    return options
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What a command line asks for: a resolved configuration, and where to go on, if anywhere."""
-
-    config: Config
-    layout: JobLayout
-    resume: ResumePoint | None
-
-
-def planned(arguments: argparse.Namespace, world: int) -> Job:
-    """The job of a command line, checked as far as it can be without starting anything. ValueError says what is wrong."""
-    point = None
-    if arguments.resume is not None:
-        if arguments.recipe is not None:
-            raise ValueError(f"recipe {arguments.recipe!r}: --resume takes the settings of its run; leave the recipe out")
-        point = open_run(arguments.resume)
-    base = point.config if point else recipes.load(arguments.recipe or "quickstart")
-    config = configuration.resolve(override(base, arguments.set), world)
-    environments.check(config.env.name, environments.constructor_options(config.env))
-    if point:
-        check_settings(point, config)
-    return Job(config=config, layout=JobLayout.of(config, world), resume=point)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """The console script `pearl`."""
-    argv = sys.argv[1:] if argv is None else argv
-    sys.path.insert(0, os.getcwd())  # users' environments, as `python -m` finds them
-    commands = argparse.ArgumentParser(prog="pearl", allow_abbrev=False, description=__doc__.splitlines()[0])
-    commands.add_argument("command", choices=["run"], help="run: train (see `pearl run --help`)")
-    commands.parse_args(argv[:1])
-    options = parser("pearl run")
-    options.add_argument("--nproc", type=int, default=1, metavar="W", help="ranks (processes) on this machine, default 1")
-    arguments = options.parse_args(argv[1:])
-    try:
-        if arguments.nproc < 1:
-            raise ValueError(f"--nproc {arguments.nproc}: must be >= 1")
-        job = planned(arguments, world=arguments.nproc)
-    except ValueError as error:
-        print(f"pearl run: error: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    if arguments.print:
-        print(configuration.to_json(job.config))
-        return 0
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would say that it does so
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={job.layout.world}"]
-    os.execv(sys.executable, [*torchrun, "-m", "pearl.rl.launch", *rank_arguments(arguments)])
-
-
-def rank_arguments(arguments: argparse.Namespace) -> list[str]:
-    """The command line of a rank, from that of `pearl run`."""
-    recipe = [arguments.recipe] if arguments.recipe else []
-    resume = ["--resume", arguments.resume] if arguments.resume else []
-    return [*recipe, *resume, *(part for setting in arguments.set for part in ("--set", setting))]
 
 
 def rank_main(argv: list[str] | None = None) -> int:
@@ -132,15 +59,13 @@ def rank_main(argv: list[str] | None = None) -> int:
     try:
         if rank < 0 and not arguments.print:
             raise ValueError("RANK is not set: start this with torchrun, or with `pearl run`")
-        job = planned(arguments, world)
+        job = planned(arguments, world, try_prompt=rank == 0 and not arguments.tried)
     except ValueError as error:
         if rank <= 0:
             print(f"pearl: error: {error}", file=sys.stderr)
         return EXIT_USAGE
     if arguments.print:
-        if rank <= 0:
-            print(configuration.to_json(job.config))
-        return 0
+        return print_config(job.config) if rank <= 0 else 0
     launch = Launch(job, rank)
     return launch.run()
 
@@ -154,7 +79,7 @@ class Launch:
         self.rank = rank
         self.started = time.monotonic()
         self.launcher = os.getppid()
-        self.run_directory = Path()
+        self.run_directory = Path()  # nowhere yet
         self.lock: RunLock | None = None
         self.controller: subprocess.Popen | None = None
         self.control: ControlThread | None = None
@@ -213,8 +138,11 @@ class Launch:
             lost = rewind_run(self.run_directory, resume.state.step)
             aside = ", ".join(f"{count} rows of {name}" for name, count in lost.items() if count)
             self._say(f"resuming after step {resume.state.step}" + (f"; written since and put aside: {aside}" if aside else ""))
+            self._say_what_changed(resume.config)
         (self.run_directory / "config.json").write_text(configuration.to_json(self.config) + "\n")
         self._say(f"{self.config.recipe}: run directory {self.run_directory}")
+        if self.job.notice:
+            self._say(self.job.notice)
         folder = self._model_folder()
         reader, writer = os.pipe()
         checkpoint = str(resume.checkpoint) if resume else ""
@@ -317,10 +245,15 @@ class Launch:
             process.stop(self.controller, self.config.timeouts.stop_s)
         if self.view is not None:
             took = duration(time.monotonic() - self.started)
-            parts = [f"{'done' if code == 0 else 'ended'} after {took}", ending, f"results in {self.run_directory}"]
+            begun = self.run_directory != Path()
+            where = f"results in {self.run_directory}" if begun else ""
+            parts = [f"{'done' if code == 0 else 'ended'} after {took}", ending, where]
             text = "; ".join(part for part in parts if part)
             self._log(text)
             self.view.close(text)
+            if code and self.lock is not None:
+                for line in how_to_go_on(self.run_directory, self.config, self.job.layout.world).splitlines():
+                    self._say(line)
         if self.lock is not None:
             self.lock.release()
 
@@ -342,6 +275,16 @@ class Launch:
         if resume is None or not (resume.run / "metrics.jsonl").exists():
             return []
         return [row for row in read_jsonl(resume.run / "metrics.jsonl") if row["step"] <= resume.state.step]
+
+    def _say_what_changed(self, before: Config) -> None:
+        """The choices that depend on the number of ranks, where a resumed run makes other ones than it did."""
+        for name, was, now in (
+            ("cluster.train_ranks", before.cluster.train_ranks, self.config.cluster.train_ranks),
+            ("max_staleness", before.max_staleness, self.config.max_staleness),
+        ):
+            if was != now:
+                why = f"chosen for --nproc {self.job.layout.world}" if name in self.config.chosen else "set"
+                self._say(f"{name}={now} ({why}), it was {was} before")
 
     def _who(self) -> str:
         layout = self.job.layout

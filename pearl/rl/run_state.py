@@ -84,6 +84,24 @@ def rewind_run(run_dir: str | Path, step: int) -> dict[str, int]:
     return {name: rewind_rows(run / name, step) for name in ROW_FILES}
 
 
+def how_to_go_on(run: Path, config: Config, ranks: int) -> str:
+    """One line for a run that ended before its end: the command that goes on with it, or why there is none.
+
+    "" for one that made no step, of which nothing was lost.
+    """
+    found = CheckpointFolder(run).find()
+    rows = run / ROW_FILES[0]
+    if found.path is None and not found.skipped and not (rows.exists() and rows.stat().st_size):
+        return ""
+    if found.path is None:
+        hint = "" if config.save_steps else "; with --set save_steps=10 there would be one every ten steps"
+        return f"it cannot go on: {_no_checkpoint(config, found.skipped)}{hint}"
+    step = load(found.path).step
+    if step >= config.max_steps:
+        return f"all {step} steps are in its last checkpoint, {found.path}"
+    return f"to go on after step {step}: pearl run --resume {run}{f' --nproc {ranks}' if ranks > 1 else ''}"
+
+
 class RunLock:
     """The right to write into a run, held until `release`, the end of a `with`, or the end of the process, however it ends.
 
@@ -137,9 +155,12 @@ def _runs_beside(run: Path) -> str:
     return ""
 
 
-def _nothing_to_resume(run: Path, config: Config, skipped: tuple[Skipped, ...]) -> str:
-    why = f"it has no checkpoint (save_steps={config.save_steps})"
+def _no_checkpoint(config: Config, skipped: tuple[Skipped, ...]) -> str:
     if skipped:
-        why = f"none of its checkpoints is whole ({'; '.join(f'{item.path.name}: {item.reason}' for item in skipped)})"
+        return f"none of its checkpoints is whole ({'; '.join(f'{item.path.name}: {item.reason}' for item in skipped)})"
+    return f"it has no checkpoint (save_steps={config.save_steps})"
+
+
+def _nothing_to_resume(run: Path, config: Config, skipped: tuple[Skipped, ...]) -> str:
     afresh = f"for that, start a new run: pearl run {config.recipe}".rstrip()
-    return f"resume={str(run)!r}: {why}, so it would start from step 1; {afresh}"
+    return f"resume={str(run)!r}: {_no_checkpoint(config, skipped)}, so it would start from step 1; {afresh}"

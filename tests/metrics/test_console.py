@@ -55,6 +55,12 @@ def test_a_heartbeat_names_the_wait_queues_roles_and_versions() -> None:
     )
 
 
+@pytest.mark.parametrize(("waited_s", "words"), [(0.0, "waiting for a batch"), (9.9, "waiting for a batch"), (10.0, "still")])
+def test_a_short_wait_has_no_length(waited_s: float, words: str) -> None:
+    status = Status(waiting_for="a batch", waited_s=waited_s, queues={}, workers={})
+    assert heartbeat_line(status).startswith(words)
+
+
 def test_a_heartbeat_of_many_workers_is_by_role() -> None:
     workers = {f"rank{index}": worker("decode" if index else "train", version=index) for index in range(64)}
     line = heartbeat_line(Status(waiting_for="", waited_s=0.0, queues={}, workers=workers))

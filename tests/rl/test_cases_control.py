@@ -226,7 +226,7 @@ def test_a_rank_learns_of_a_controller_that_was_killed(
 
 @pytest.mark.parametrize("arguments", [["run", "--prin"], ["run", "--res", "x"], ["run", "--nprocs", "2"], ["ru"]])
 def test_shortened_and_unknown_options_are_refused(arguments: list[str], capsys: pytest.CaptureFixture) -> None:
-    from pearl.rl.launch import main
+    from pearl.rl.command_line import main
 
     with pytest.raises(SystemExit) as refusal:
         main(arguments)

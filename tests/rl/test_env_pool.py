@@ -195,6 +195,45 @@ def test_info_crosses_as_plain_values(make_pool: Callable[..., EnvironmentPool])
     assert info["numbers"] == [0, 1, 2] and info["one"] == 1.5 and "object" in info["odd"]
 
 
+def test_the_first_error_of_each_kind_is_told_at_once_and_a_repeated_traceback_is_counted(
+    context: zmq.Context, talker: str, tmp_path: Path
+) -> None:
+    lines: list[str] = []
+    pool = EnvironmentPool(context, EnvOptions(name=talker), WallClock(), tmp_path / "logs", lines.append)
+    try:
+        for number in range(25):
+            pool.reset(f"bad{number}", 666)
+        pool.reset("good", 1)
+        gather(pool, 26)
+        log = tmp_path / "logs" / "env-0.log"
+        assert lines == [
+            f"an episode of {talker} failed: KeyError: 'bad seed'; see {log} (the next like it are only counted)"
+        ]
+        play(pool, good="raise")
+        assert len(lines) == 2 and "ValueError: no such move" in lines[1]
+        assert pool.counts["errors"] == 26
+        text = log.read_text()
+        assert text.count("Traceback") == 2
+        assert text.count("10 times so far: KeyError") == 1
+    finally:
+        pool.close()
+
+
+def test_few_kinds_of_errors_are_told(context: zmq.Context, talker: str, tmp_path: Path) -> None:
+    lines: list[str] = []
+    pool = EnvironmentPool(context, EnvOptions(name=talker), WallClock(), tmp_path / "logs", lines.append)
+    try:
+        for number in range(20):
+            pool._tell(f"ValueError: seed {number} at {number / 3}", tmp_path / "x.log")
+        assert len(lines) == 1
+        for letter in "abcdefgh":
+            pool._tell(f"ValueError: {letter}", tmp_path / "x.log")
+        assert len(lines) == pool_module.MAX_NOTICES
+        assert "further kinds" in lines[-1] and "further kinds" not in lines[-2]
+    finally:
+        pool.close()
+
+
 def test_output_goes_to_the_log(make_pool: Callable[..., EnvironmentPool], capfd: pytest.CaptureFixture) -> None:
     pool = make_pool()
     begin(pool, "a")

@@ -17,7 +17,7 @@ from pearl.metrics.jsonl import JsonlWriter, read_jsonl
 from pearl.rl.buffer import Buffer
 from pearl.rl.checkpoint_folder import MARKER, CheckpointFolder
 from pearl.rl.controller_state import ControllerState, capture, restore
-from pearl.rl.run_state import RunLock, check_settings, open_run, rewind_run
+from pearl.rl.run_state import RunLock, check_settings, how_to_go_on, open_run, rewind_run
 
 CONFIG = Config(recipe="quickstart", seed=3, max_steps=10, save_steps=2)
 
@@ -79,6 +79,25 @@ def test_without_a_whole_checkpoint_the_way_to_start_afresh_is_named(tmp_path: P
         ValueError, match=r"none of its checkpoints is whole \(step_000002: no STABLE: .*\), so .*pearl run quickstart"
     ):
         open_run(run)
+
+
+def test_the_last_line_says_how_to_go_on_or_why_not(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", 2, 4)
+    assert how_to_go_on(run, CONFIG, 1) == f"to go on after step 4: pearl run --resume {run}"
+    assert how_to_go_on(run, CONFIG, 3) == f"to go on after step 4: pearl run --resume {run} --nproc 3"
+    assert how_to_go_on(run, dataclasses.replace(CONFIG, max_steps=4), 1).startswith("all 4 steps are in its last checkpoint")
+    (run / "checkpoints" / "step_000004" / MARKER).unlink()
+    assert how_to_go_on(run, CONFIG, 1) == f"to go on after step 2: pearl run --resume {run}"
+    (run / "checkpoints" / "step_000002" / MARKER).unlink()
+    assert how_to_go_on(run, CONFIG, 1).startswith("it cannot go on: none of its checkpoints is whole (step_000004: no STABLE")
+    bare = make_run(tmp_path / "b")
+    assert how_to_go_on(bare, CONFIG, 1) == ""
+    (bare / "metrics.jsonl").write_text("")
+    assert how_to_go_on(bare, CONFIG, 1) == ""
+    (bare / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert how_to_go_on(bare, CONFIG, 1) == "it cannot go on: it has no checkpoint (save_steps=2)"
+    never = how_to_go_on(bare, dataclasses.replace(CONFIG, save_steps=0), 1)
+    assert never.startswith("it cannot go on: it has no checkpoint (save_steps=0); with --set save_steps=10")
 
 
 def test_settings_that_a_resumed_run_keeps(tmp_path: Path) -> None:

@@ -116,3 +116,43 @@ def test_an_environment_without_random_play_is_named() -> None:
 
     with pytest.raises(ValueError, match="Silent has no random_valid_action"):
         warmup_sequences(Silent, TOKENIZER, 1, random.Random(0), max_turns=1, max_model_len=99)
+
+
+class Fragile(FrozenLake):
+    """Raises in every third episode's second turn, and counts what is opened and closed."""
+
+    made = closed = 0
+
+    def reset(self, seed: int) -> tuple[str, dict]:
+        type(self).made += 1
+        self.number, self.turn = type(self).made, 0
+        return super().reset(seed)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        self.turn += 1
+        if self.number % 3 == 0 and self.turn == 2:
+            raise SystemExit("no more")
+        return super().step(action)
+
+    def close(self) -> None:
+        type(self).closed += 1
+        raise RuntimeError("closed badly")
+
+
+def test_an_environment_that_raises_costs_its_episode_and_all_are_closed() -> None:
+    sequences = warmup_sequences(Fragile, TOKENIZER, 12, random.Random(5), max_turns=6, max_model_len=5000)
+    assert len(sequences) == 12
+    assert 12 < Fragile.made == Fragile.closed
+
+
+def test_an_environment_that_only_raises_ends_the_warm_up_and_is_quoted() -> None:
+    tries = []
+
+    class Dead(FrozenLake):
+        def reset(self, seed: int) -> tuple[str, dict]:
+            tries.append(seed)
+            raise FileNotFoundError("no such file:\nmaps.txt")
+
+    with pytest.raises(ValueError, match=r"8 episodes of the environment in a row.*FileNotFoundError: no such file: maps.txt$"):
+        warmup_sequences(Dead, TOKENIZER, 2, random.Random(5), max_turns=6, max_model_len=5000)
+    assert len(tries) == 8

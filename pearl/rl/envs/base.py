@@ -66,6 +66,11 @@ def words_of(environment: Any) -> Sequence[str]:
     return tuple(getattr(environment, "words", ()))
 
 
+def has_random_player(kind: type) -> bool:
+    """Whether environments of a class may offer `random_valid_action` (one that passes attributes on may, who knows)."""
+    return hasattr(kind, "random_valid_action") or hasattr(kind, "__getattr__")
+
+
 def random_player(environment: Any) -> Callable[[random.Random], str]:
     """The environment's `random_valid_action`; ValueError if it does not offer one."""
     player = getattr(environment, "random_valid_action", None)

@@ -60,11 +60,32 @@ class Progress:
         self._memory.close()
 
 
+class Tracebacks:
+    """Writes what environments raise to the log: in full the first time, later only how often, at 10, 100, 1000 and so on.
+
+    Exceptions of one type from one place are the same, whatever they say.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str, int], int] = {}
+
+    def write(self, error: BaseException) -> None:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = (frames[-1].filename, frames[-1].lineno or 0) if frames else ("", 0)
+        kind = (type(error).__name__, *where)
+        count = self._counts[kind] = self._counts.get(kind, 0) + 1
+        if count == 1:
+            traceback.print_exception(error)
+        elif str(count).strip("0") == "1":
+            print(f"{count} times so far: {_one_line(error)} ({where[0]}:{where[1]})", flush=True)
+
+
 class Instances:
     """The episodes in this process: a new environment for each, closed at its end."""
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         self._name, self._options = name, options
+        self._tracebacks = Tracebacks()
         self._environments: dict[str, Environment] = {}
 
     def play(self, item: Reset | Step | Replay) -> Answer:
@@ -72,7 +93,7 @@ class Instances:
         try:
             answer = self._play(item)
         except (Exception, SystemExit) as error:
-            traceback.print_exc()
+            self._tracebacks.write(error)
             answer = Answer(item.serial, item.episode_id, error=_one_line(error))
         if answer.error is not None or answer.terminated or answer.truncated:
             self.discard(item.episode_id)
@@ -85,8 +106,8 @@ class Instances:
         if close is not None:
             try:
                 close()
-            except (Exception, SystemExit):
-                traceback.print_exc()
+            except (Exception, SystemExit) as error:
+                self._tracebacks.write(error)
 
     def discard_all(self) -> None:
         for episode_id in list(self._environments):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -34,6 +35,8 @@ MAX_REPLAYS = 2
 """An episode that lost its process more often than this, nobody knows why, ends with an error."""
 MAX_FAILED_STARTS = 3
 """So many processes in a row that end before they are ready mean that the environment cannot be run here."""
+MAX_NOTICES = 5
+"""Kinds of errors that are told; an environment that finds ever new words for them must not fill the screen."""
 START_LIMIT_S = 60.0
 KEEPALIVE_S = 60.0
 CLOSE_LIMIT_S = 2.0
@@ -119,16 +122,25 @@ class EnvironmentPool:
 
     `counts` only rise: "restarts" (processes started again), "timeouts" (killed because an item took longer than
     `options.timeout_s`), "errors" (episodes that ended with one), "replayed" (episodes brought back after a loss).
+    `notice` is told of the first error of each kind, at once and in one line with the name of the log.
     `ends` can be given to `channel.wait`; poll at least every second or so besides, since a lost process sends nothing.
     ValueError for a bad environment name or options, before any process starts.
     """
 
-    def __init__(self, context: zmq.Context, options: EnvOptions, clock: Clock, log_dir: str | Path) -> None:
+    def __init__(
+        self,
+        context: zmq.Context,
+        options: EnvOptions,
+        clock: Clock,
+        log_dir: str | Path,
+        notice: Callable[[str], None] = lambda line: None,
+    ) -> None:
         registry.check(options.name, registry.constructor_options(options))
         self.seconds = 0.0
         """Time spent inside environments, over all processes."""
         self.counts = {"restarts": 0, "timeouts": 0, "errors": 0, "replayed": 0}
-        self._options, self._clock = options, clock
+        self._options, self._clock, self._notice = options, clock, notice
+        self._told: set[str] = set()
         self._server = Server(context, "tcp://127.0.0.1:0", ToPool)
         self.ends = [self._server]
         self._episodes: dict[str, _Episode] = {}
@@ -271,7 +283,18 @@ class EnvironmentPool:
     def _end_with_error(self, episode: _Episode, error: str) -> None:
         self._remove(episode)
         self.counts["errors"] += 1
+        self._tell(error, episode.host.log)
         self._outcomes.append(EnvOutcome(episode_id=episode.episode_id, error=error))
+
+    def _tell(self, error: str, log: Path) -> None:
+        """Errors that differ in their numbers only (a seed, a count) are of one kind."""
+        kind = re.sub(r"\d+", "0", error)
+        if kind in self._told or len(self._told) >= MAX_NOTICES:
+            return
+        self._told.add(kind)
+        more = f"; see {log}" if str(log) not in error else ""
+        last = "; further kinds of errors are only counted" if len(self._told) == MAX_NOTICES else ""
+        self._notice(f"an episode of {self._options.name} failed: {error}{more} (the next like it are only counted){last}")
 
     def _remove(self, episode: _Episode) -> None:
         del self._episodes[episode.episode_id]

@@ -39,20 +39,20 @@ def target_of(name: str) -> str:
         return name
     if name not in _TARGETS:
         near = difflib.get_close_matches(name, _TARGETS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"env.name={name!r}: {hint}must be one of {', '.join(names())}, or package.module:ClassName")
+        hint = f"did you mean {near[0]!r}? (or" if near else f"must be one of {', '.join(names())} (or"
+        raise ValueError(f"env.name={name!r}: {hint} package.module:ClassName for one of your own)")
     return _TARGETS[name]
 
 
 def make(name: str, **options: Any) -> Environment:
     """A new environment; ValueError for an unknown name, option or value."""
     check(name, options)
-    return _class_of(name)(**options)
+    return class_of(name)(**options)
 
 
 def check(name: str, options: dict[str, Any]) -> None:
     """ValueError if `make(name, **options)` would be refused; imports the class, constructs nothing."""
-    kind = _class_of(name)
+    kind = class_of(name)
     known = _parameters(kind)
     unknown = sorted(set(options) - set(known))
     if unknown and inspect.Parameter.VAR_KEYWORD not in {item.kind for item in known.values()}:
@@ -68,16 +68,18 @@ def check(name: str, options: dict[str, Any]) -> None:
 
 def constructor_options(options: EnvOptions) -> dict[str, Any]:
     """What the constructor gets: `options.options`, and the job's `max_turns` if it takes one and none was given."""
-    takes_turns = "max_turns" in _parameters(_class_of(options.name))
+    takes_turns = "max_turns" in _parameters(class_of(options.name))
     return {"max_turns": options.max_turns, **options.options} if takes_turns else dict(options.options)
 
 
-def _class_of(name: str) -> type:
+def class_of(name: str) -> type:
+    """The class of a name; ValueError if it cannot be imported, or is not an environment's."""
     module_name, class_name = _split(target_of(name))
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"env.name={name!r}: module {module_name!r} cannot be imported: {error}") from error
+    except Exception as error:  # a user's module: whatever is wrong in it
+        reason = f"{'' if isinstance(error, ImportError) else type(error).__name__ + ': '}{error}"
+        raise ValueError(f"env.name={name!r}: module {module_name!r} cannot be imported: {reason}") from error
     kind = getattr(module, class_name, None)
     if not (isinstance(kind, type) and _is_environment(kind)):
         valid = sorted(key for key, value in vars(module).items() if isinstance(value, type) and _is_environment(value))

@@ -14,6 +14,6 @@ def load(name: str) -> Config:
     """The Config of a recipe; ValueError lists the known names."""
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"recipe {name!r}: {hint}must be one of {', '.join(RECIPES)}")
+        hint = f"did you mean {near[0]}?" if near else f"must be one of {', '.join(RECIPES)}"
+        raise ValueError(f"recipe {name!r}: {hint}")
     return importlib.import_module(f"pearl.rl.recipes.{name}").recipe()

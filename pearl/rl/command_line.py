@@ -1,0 +1,133 @@
+"""The command line: `pearl run [RECIPE] [--set a.b=c ...] [--resume RUN] [--print]`, also as `python -m pearl`.
+
+Owns the options, which torchrun's ranks take too (`launch.py`), and the way from them to a checked `Job`. It starts nothing
+but the launcher, which takes the place of this process. Invariant: what can be refused before a process starts is refused
+here, in one line, with exit code 2. Torch-free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import signal
+import sys
+from dataclasses import dataclass
+
+from pearl import config as configuration
+from pearl.config import Config
+from pearl.overrides import override
+from pearl.rl import preflight
+from pearl.rl.layout import JobLayout
+from pearl.rl.recipes import registry as recipes
+from pearl.rl.run_state import ResumePoint, check_settings, open_run
+
+EXIT_USAGE = 2
+EXIT_BROKEN_PIPE = 141
+"""As a shell reports a program that wrote to a pipe nobody reads (128 + SIGPIPE)."""
+
+
+def parser(program: str) -> argparse.ArgumentParser:
+    """The options of a job, the same for `pearl run` and for torchrun."""
+    options = argparse.ArgumentParser(prog=program, allow_abbrev=False, description="Train an agent by reinforcement learning.")
+    options.add_argument("recipe", nargs="?", help=f"one of: {', '.join(recipes.RECIPES)} (default: quickstart)")
+    options.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting, e.g. seed=1")
+    options.add_argument("--resume", metavar="RUN", help="go on from the last checkpoint of this run directory")
+    options.add_argument("--print", action="store_true", help="print the resolved configuration and end")
+    options.add_argument("--tried", action="store_true", help=argparse.SUPPRESS)  # `pearl run` has looked at the first prompt
+    return options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a command line asks for: a resolved configuration, and where to go on, if anywhere. `notice` is for people."""
+
+    config: Config
+    layout: JobLayout
+    resume: ResumePoint | None
+    notice: str = ""
+
+
+def planned(arguments: argparse.Namespace, world: int, *, try_prompt: bool = False) -> Job:
+    """The job of a command line, checked as far as it can be without starting anything. ValueError says what is wrong.
+
+    With `try_prompt` an environment is made, to see whether its first prompt fits.
+    """
+    point = None
+    if arguments.resume is not None:
+        if arguments.recipe is not None:
+            raise ValueError(f"recipe {arguments.recipe!r}: --resume takes the settings of its run; leave the recipe out")
+        point = open_run(arguments.resume)
+    base = configuration.unresolved(point.config) if point else recipes.load(arguments.recipe or "quickstart")
+    config = configuration.resolve(override(base, arguments.set), world)
+    if point:
+        check_settings(point, config)
+    preflight.check(config, new_run=point is None)
+    notice = preflight.check_prompt(config) if try_prompt else ""
+    return Job(config=config, layout=JobLayout.of(config, world), resume=point, notice=notice)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The console script `pearl`."""
+    argv = sys.argv[1:] if argv is None else argv
+    sys.path.insert(0, os.getcwd())  # users' environments, as `python -m` finds them
+    commands = argparse.ArgumentParser(prog="pearl", allow_abbrev=False, description=(__doc__ or "").splitlines()[0])
+    commands.add_argument("command", nargs="?", choices=["run"], help="run: train (see `pearl run --help`)")
+    commands.add_argument("--version", action="store_true", help="print the version and end")
+    asked = commands.parse_args(argv[:1])
+    if asked.version:
+        print(f"pearl {version()}")
+        return 0
+    if asked.command is None:
+        commands.print_help()
+        return EXIT_USAGE
+    return run(argv[1:])
+
+
+def run(argv: list[str]) -> int:
+    """`pearl run`: becomes the launcher, or returns an exit code."""
+    options = parser("pearl run")
+    options.add_argument("--nproc", type=int, default=1, metavar="W", help="ranks (processes) on this machine, default 1")
+    arguments = options.parse_args(argv)
+    try:
+        if arguments.nproc < 1:
+            raise ValueError(f"--nproc {arguments.nproc}: must be >= 1")
+        job = planned(arguments, world=arguments.nproc, try_prompt=not arguments.print)
+    except ValueError as error:
+        print(f"pearl run: error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        print("pearl run: interrupted before the start", file=sys.stderr)
+        return 128 + signal.SIGINT
+    if arguments.print:
+        return print_config(job.config)
+    if job.notice:
+        print(f"pearl run: {job.notice}", file=sys.stderr, flush=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's launcher would say that it does so
+    launcher = [sys.executable, "-m", "pearl.rl.launcher", str(job.layout.world), *rank_arguments(arguments), "--tried"]
+    os.execv(sys.executable, launcher)
+
+
+def rank_arguments(arguments: argparse.Namespace) -> list[str]:
+    """The command line of a rank, from that of `pearl run`."""
+    recipe = [arguments.recipe] if arguments.recipe else []
+    resume = ["--resume", arguments.resume] if arguments.resume else []
+    return [*recipe, *resume, *(part for setting in arguments.set for part in ("--set", setting))]
+
+
+def print_config(config: Config) -> int:
+    """Every setting on standard output; the exit code, which is not 0 if its reader has gone (`| head`)."""
+    try:
+        print(configuration.to_json(config), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit cannot fail
+        return EXIT_BROKEN_PIPE
+    return 0
+
+
+def version() -> str:
+    """The installed distribution's version."""
+    try:
+        return importlib.metadata.version("pearl-rl")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"

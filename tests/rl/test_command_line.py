@@ -1,0 +1,71 @@
+"""From a command line to a job: what is taken from where, and what a resumed run chooses anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pearl import config as configuration
+from pearl.overrides import override
+from pearl.rl.buffer import Buffer
+from pearl.rl.checkpoint_folder import CheckpointFolder
+from pearl.rl.command_line import Job, main, parser, planned, rank_arguments
+from pearl.rl.controller_state import capture
+from pearl.rl.recipes.quickstart import recipe
+
+
+def plan(*arguments: str, world: int) -> Job:
+    return planned(parser("test").parse_args(list(arguments)), world)
+
+
+def make_run(run: Path, *settings: str, world: int) -> Path:
+    """A run of so many ranks with a checkpoint after step 2."""
+    run.mkdir()
+    config = configuration.resolve(override(recipe(), list(settings)), world)
+    (run / "config.json").write_text(configuration.to_json(config))
+    folder = CheckpointFolder(run)
+    folder.begin(2)
+    folder.commit(2, capture(Buffer(), step=2, weight_version=2, started=0, successes=[0.5, 0.5], counters={}))
+    return run
+
+
+def test_a_resumed_run_chooses_anew_for_its_ranks_what_nobody_set(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "optimizer.lr=0.5", world=1)
+    job = plan("--resume", str(run), world=8)
+    assert (job.config.max_staleness, job.config.cluster.train_ranks, job.layout.train_ranks) == (1, 2, 2)
+    assert job.config.optimizer.lr == 0.5
+    assert job.resume is not None and job.resume.state.step == 2
+    assert (job.resume.config.max_staleness, job.resume.config.cluster.train_ranks) == (0, 1)
+
+
+def test_a_resumed_run_keeps_what_was_set_and_takes_what_is(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "cluster.train_ranks=1", world=8)
+    job = plan("--resume", str(run), world=8)
+    assert (job.config.max_staleness, job.layout.train_ranks) == (1, 1)
+    job = plan("--resume", str(run), "--set", "max_staleness=3", "--set", "cluster.train_ranks=none", world=8)
+    assert (job.config.max_staleness, job.layout.train_ranks) == (3, 2)
+
+
+def test_fewer_ranks_than_trained_before_are_enough_unless_it_was_set(tmp_path: Path) -> None:
+    assert plan("--resume", str(make_run(tmp_path / "a", world=8)), world=2).layout.train_ranks == 1
+    with pytest.raises(ValueError, match=r"cluster.train_ranks=2: of 2 ranks at most 1 can train"):
+        plan("--resume", str(make_run(tmp_path / "b", "cluster.train_ranks=2", world=8)), world=2)
+
+
+def test_a_recipe_beside_resume_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="leave the recipe out"):
+        plan("quickstart", "--resume", str(tmp_path), world=1)
+
+
+def test_ranks_get_the_same_command_line() -> None:
+    arguments = ["quickstart", "--set", "seed=1", "--set", "env.options={}"]
+    assert rank_arguments(parser("test").parse_args(arguments)) == arguments
+    assert rank_arguments(parser("test").parse_args(["--resume", "runs/a"])) == ["--resume", "runs/a"]
+
+
+def test_what_is_wrong_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["run", "--nproc", "0"], ["run", "nothing"], ["run", "--set", "seed"]):
+        assert main(arguments) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.startswith("pearl run: error: ") and said.err.count("\n") == 1
