@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -224,3 +227,25 @@ def test_messages_go_to_another_member_of_the_group(member: int):
     assert str(run_members(2, work)[0]) == message
     with pytest.raises(ValueError, match=f"src={member}: must be another rank"):
         SingleCommunicator().recv_async(torch.zeros(1), member)
+
+
+LEAVING = """
+import sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from pearl.engine.comm.communicator import GroupCommunicator
+rank = int(sys.argv[2])
+comm = GroupCommunicator(dist.ProcessGroupGloo(dist.FileStore(sys.argv[1], 2), rank, 2, timedelta(seconds=20)))
+comm.barrier(20.0)
+pending = comm.recv_async(torch.zeros(10), 1 - rank)
+raise SystemExit(3)
+"""
+
+
+def test_a_process_may_end_with_messages_under_way(tmp_path: Path):
+    """With its own exit code, in time, though nobody ever sends what it waits for."""
+    command = [sys.executable, "-c", LEAVING, str(tmp_path / "store")]
+    members = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    for member in members:
+        _, words = member.communicate(timeout=40)
+        assert (member.returncode, words) == (3, "")

@@ -6,8 +6,16 @@ Invariant: every member of a group makes the same calls in the same order; resul
 
 from __future__ import annotations
 
+import atexit
+import collections
+import contextlib
+import functools
 import math
+import queue
 import threading
+import time
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
 
@@ -18,6 +26,8 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 SHORTEST_WAIT_S = 0.001
 """torch.distributed counts whole milliseconds, and takes 0 of them for no limit at all."""
 FOR_EVER = timedelta(days=36500)
+LAST_MESSAGES_S = 1.0
+"""How long giving up the messages under way may take when the process ends."""
 
 
 class CollectiveError(RuntimeError):
@@ -37,7 +47,8 @@ class Pending(Protocol):
 class Communicator(Protocol):
     """Members of one group. Collectives work in place, and have been carried out (or enqueued, on a GPU) on return.
 
-    Those called `_async` are begun only, and may overlap: they are through in any order. `what` names one in errors.
+    Those called `_async` are begun only, and may overlap: they are through in any order. `what` names one in errors. A message
+    between two members may be seen to be through only after those of this member that were begun before it.
     """
 
     @property
@@ -122,6 +133,7 @@ class GroupCommunicator:
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
+        self._attendants: _Attendants | None = None
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
         """Sum over the members, in place. CollectiveError when a member is lost or the group's timeout passes."""
@@ -165,15 +177,26 @@ class GroupCommunicator:
         """Begins a message to member `dst`. ValueError for a member that is not another one of the group."""
         if not 0 <= dst < self.size or dst == self.rank:
             raise ValueError(_no_peer("dst", dst, self))
-        work = self.group.send([tensor], dst, tag)
-        return _message(work, tensor, what or f"a message of {tensor.nbytes} bytes from member {self.rank} to {dst}")
+        what = what or f"a message of {tensor.nbytes} bytes from member {self.rank} to {dst}"
+        return self._message(functools.partial(self.group.send, [tensor], dst, tag), tensor, what)
 
     def recv_async(self, tensor: Tensor, src: int, what: str = "", *, tag: int = 0) -> Pending:
         """Begins to take a message from member `src`. ValueError for a member that is not another one of the group."""
         if not 0 <= src < self.size or src == self.rank:
             raise ValueError(_no_peer("src", src, self))
-        work = self.group.recv([tensor], src, tag)
-        return _message(work, tensor, what or f"a message of {tensor.nbytes} bytes from member {src} to {self.rank}")
+        what = what or f"a message of {tensor.nbytes} bytes from member {src} to {self.rank}"
+        return self._message(functools.partial(self.group.recv, [tensor], src, tag), tensor, what)
+
+    def _message(self, call: Callable[[], dist.Work], tensor: Tensor, what: str) -> Pending:
+        if tensor.device.type != "cpu":
+            return _Begun(call(), tensor, what)
+        if self._attendants is None:
+            self._attendants = _Attendants()
+            weakref.finalize(self, _Attendants.take, self._attendants, None).atexit = False
+            atexit.register(_give_up, weakref.ref(self))
+        message = _Attended(call, tensor, what)
+        self._attendants.take(message)
+        return message
 
     def barrier(self, timeout: float) -> None:
         """Waits for all members, at most `timeout` seconds (CollectiveError after that)."""
@@ -212,20 +235,36 @@ class _Begun:
 
 
 class _Attended:
-    """A message over gloo, whose handle never says that it is through until it has been waited for: a thread does that."""
+    """A message over gloo. To begin one may read or write all that a socket has or takes, and its handle never says that it is
+    through until it has been waited for; so both are for threads of their own to do, the `_Attendants`."""
 
-    def __init__(self, begun: _Begun, what: str) -> None:
-        self._begun, self._what = begun, what
+    def __init__(self, call: Callable[[], dist.Work], tensor: Tensor, what: str) -> None:
+        self._call, self._tensor, self._what = call, tensor, what
+        self._begun: _Begun | None = None
         self._over = threading.Event()
         self._error: CollectiveError | None = None
-        threading.Thread(target=self._attend, name=what, daemon=True).start()
 
-    def _attend(self) -> None:
+    def begin(self) -> None:
         try:
-            self._begun.wait(math.inf)
+            self._begun = _Begun(self._call(), self._tensor, self._what)
+        except RuntimeError as error:
+            self._error = CollectiveError(f"{self._what}: failed: {error}")
+
+    def attend(self) -> None:
+        try:
+            if self._begun is not None:
+                self._begun.wait(math.inf)
         except CollectiveError as error:
             self._error = error
+        self._begun = None  # the last one to drop a handle must not do so while the interpreter ends
         self._over.set()
+
+    def abort(self) -> None:
+        """Ends the wait for it with an error: gloo gives up all messages of a group of which one has come too late."""
+        begun = self._begun
+        if begun is not None:
+            with contextlib.suppress(CollectiveError):
+                begun.wait(SHORTEST_WAIT_S)
 
     def done(self) -> bool:
         if not self._over.is_set():
@@ -242,6 +281,54 @@ class _Attended:
         self.done()
 
 
+class _Attendants:
+    """Two threads for the messages of one group: one begins them, one waits for each in turn."""
+
+    def __init__(self) -> None:
+        self._new: queue.SimpleQueue[_Attended | None] = queue.SimpleQueue()
+        self._begun: collections.deque[_Attended] = collections.deque()
+        self._some = threading.Semaphore(0)
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._begin_all, self._await_all)]
+        for thread in self._threads:
+            thread.start()
+
+    def take(self, message: _Attended | None) -> None:
+        """One more message; None: there will be no more."""
+        self._new.put(message)
+
+    def give_up(self) -> None:
+        """Ends the threads, and what is under way with them."""
+        self.take(None)
+        deadline = time.monotonic() + LAST_MESSAGES_S
+        while self._threads[1].is_alive() and time.monotonic() < deadline:
+            for message in list(self._begun):
+                message.abort()
+            self._threads[1].join(LAST_MESSAGES_S / 20)
+
+    def _begin_all(self) -> None:
+        while (message := self._new.get()) is not None:
+            message.begin()
+            self._begun.append(message)
+            self._some.release()
+            del message
+        self._some.release()
+
+    def _await_all(self) -> None:
+        while True:
+            self._some.acquire()
+            if not self._begun:
+                return
+            self._begun[0].attend()
+            self._begun.popleft()
+
+
+def _give_up(ref: weakref.ref[GroupCommunicator]) -> None:
+    """When the process ends: a thread that sat in a message while the interpreter ends would end it with an abort."""
+    comm = ref()
+    if comm is not None and comm._attendants is not None:
+        comm._attendants.give_up()
+
+
 class _Through:
     """What has nothing left to do."""
 
@@ -250,11 +337,6 @@ class _Through:
 
     def wait(self, timeout_s: float) -> None:
         """Nothing to wait for."""
-
-
-def _message(work: dist.Work, tensor: Tensor, what: str) -> Pending:
-    begun = _Begun(work, tensor, what)
-    return _Attended(begun, what) if tensor.device.type == "cpu" else begun
 
 
 def _no_peer(name: str, member: int, comm: SingleCommunicator | GroupCommunicator) -> str:
