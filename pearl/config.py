@@ -229,8 +229,9 @@ class Config:
     `max_staleness` counts weight versions between a trajectory's oldest token and the update that trains on it; 0 is
     synchronous, and None means 0 for one rank (which takes turns) and 1 for more. `save_steps` (a checkpoint to resume from,
     the last `keep_checkpoints` are kept) and `eval_steps`: every so many steps, 0 for never; the final policy is always
-    saved. `trace` writes trace.json for ui.perfetto.dev. `chosen` names the settings that `resolve` filled in for one number of
-    ranks; see `unresolved`.
+    saved. `trace` writes trace.json for ui.perfetto.dev; `check_weights` compares trainer and engines bit by bit after each
+    publication, and ends the run if they differ. `chosen` names the settings that `resolve` filled in for one number of ranks;
+    see `unresolved`.
     """
 
     recipe: str = ""
@@ -245,6 +246,7 @@ class Config:
     eval_steps: int = 0
     eval_episodes: int = 64
     trace: bool = False
+    check_weights: bool = False
     model: ModelOptions = field(default_factory=ModelOptions)
     env: EnvOptions = field(default_factory=EnvOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)

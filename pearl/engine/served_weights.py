@@ -7,7 +7,7 @@ since memory was last taken; whatever is refused is refused with ValueError befo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from torch import Tensor
@@ -111,6 +111,10 @@ class ServedWeights:
         """Forgets the version in place: running requests give way, and a step raises until a whole version is in again."""
         self._store.drop()
         self._core.lose_kv()
+
+    def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Views of the weights in use under their Hugging Face names. ValueError for one rank of several: it has parts."""
+        return self._store.hf_tensors()
 
     def _serve(self, version: int, mode: UpdateMode) -> None:
         self._pending.extend(self._outward(self._core.set_weight_version(version, mode)))

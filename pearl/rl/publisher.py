@@ -61,7 +61,7 @@ class StagingTarget(Protocol):
     def discard_weights(self) -> None: ...
 
 
-class _Publisher:
+class RankPublisher:
     """One publication after another. Subclasses say in `poll` how one moves on."""
 
     version = -1
@@ -92,7 +92,7 @@ class _Publisher:
         return {"seconds": time.perf_counter() - self._began, "bytes": float(nbytes), "commit_s": commit_s}
 
 
-class LocalPublisher(_Publisher):
+class LocalPublisher(RankPublisher):
     """Trainer and engine in one process: a direct copy, done by the first poll."""
 
     def __init__(self, trainer: Source, engine: Target) -> None:
@@ -111,7 +111,7 @@ class LocalPublisher(_Publisher):
         return self._metrics(size, time.perf_counter() - self._began)
 
 
-class SendingPublisher(_Publisher):
+class SendingPublisher(RankPublisher):
     """A training rank. `comm` is the group of rank 0, who sends, and all that serve.
 
     The other training ranks have no `comm`: they go through the same tensors, since gathering one takes all training ranks.
@@ -142,7 +142,7 @@ class SendingPublisher(_Publisher):
         return self._metrics(self._sender.nbytes, 0.0) if self._sender.poll() else None
 
 
-class ReceivingPublisher(_Publisher):
+class ReceivingPublisher(RankPublisher):
     """A rank that serves: stages what has come at each poll, and commits once it has everything."""
 
     def __init__(

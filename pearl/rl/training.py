@@ -91,13 +91,13 @@ class TrainingRun:
 
     def run(self, checkpoint: Path | None = None) -> str:
         """Plays the run from its beginning or from `checkpoint`."""
-        config, everyone = self.config, range(self._driver.layout.world)
+        config = self.config
         if checkpoint is None:
             self._warm_up()
             self._train_command(lambda number: SetReference(number=number))
         else:
             self._restore(checkpoint)
-        self._driver.carry_out(lambda number: Publish(number=number, version=self._version), everyone)
+        self._publish(self._version)
         self._driver.carry_out(lambda number: Serve(number=number), self._driver.layout.serving)
         self._admitting = True
         meter = StepMeter(self._driver.clock, self._collector, self._driver.layout)
@@ -105,7 +105,7 @@ class TrainingRun:
             batch = self._collect()
             meter.collected()
             trained = self._train(step, batch)
-            published = self._driver.carry_out(lambda number: Publish(number=number, version=self._version + 1), everyone)
+            published = self._publish(self._version + 1)
             self._version, self._step = self._version + 1, step
             due = config.eval_steps and step % config.eval_steps == 0
             score, eval_s = self._evaluate() if due else (None, 0.0)
@@ -121,6 +121,19 @@ class TrainingRun:
     def _train_command(self, make: Any) -> Done:
         """Carries out a command of the training ranks; rank 0 speaks for all."""
         return self._driver.carry_out(make, self._driver.layout.training)[0]
+
+    def _publish(self, version: int) -> dict[int, Done]:
+        """RuntimeError if the ranks were asked to compare their weights (`check_weights`), and an engine's differ."""
+        everyone = range(self._driver.layout.world)
+        done = self._driver.carry_out(lambda number: Publish(number=number, version=version), everyone)
+        theirs = done[0].metrics
+        for rank in self._driver.layout.serving if self.config.check_weights else ():
+            ours = {name: total for name, total in done[rank].metrics.items() if name.startswith("engine/")}
+            wrong = [name for name, total in ours.items() if theirs[name.replace("engine/", "trainer/", 1)] != total]
+            if wrong or not ours:
+                names = ", ".join(name.removeprefix("engine/") for name in wrong[:5]) or "all"
+                raise RuntimeError(f"check_weights: version {version} on rank {rank} is not the trainer's: {names} differ")
+        return done
 
     def _restore(self, checkpoint: Path) -> None:
         state = load(checkpoint)

@@ -14,15 +14,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from pearl.config import Config
 from pearl.engine.comm.communicator import Communicator, GroupCommunicator
 from pearl.engine.engine import Engine
 from pearl.rl.layout import JobLayout
-from pearl.rl.publisher import LocalPublisher, ReceivingPublisher, SendingPublisher
+from pearl.rl.publisher import LocalPublisher, RankPublisher, ReceivingPublisher, SendingPublisher
 from pearl.rl.rank import Publisher
 from pearl.rl.trainer import Trainer
+from pearl.rl.weight_check import CheckedPublisher
 
 MEET_POLL_S = 0.05
 
@@ -108,12 +110,15 @@ def build_parts(
     if rank in layout.serving:
         engine_config = dataclasses.replace(config.engine, model=str(folder), seed=config.seed)
         engine = Engine(engine_config, load_weights=False, text=False)
-    return Parts(trainer=trainer, engine=engine, publisher=_publisher(layout, trainer, engine, groups.publish))
+    publisher = _publisher(layout, trainer, engine, groups.publish)
+    if config.check_weights:
+        publisher = CheckedPublisher(publisher, trainer, engine, getattr(torch, config.engine.dtype))
+    return Parts(trainer=trainer, engine=engine, publisher=publisher)
 
 
 def _publisher(
     layout: JobLayout, trainer: Trainer | None, engine: Engine | None, comm: Communicator | None
-) -> Publisher:
+) -> RankPublisher:
     if layout.takes_turns and trainer is not None and engine is not None:
         return LocalPublisher(trainer, engine)
     if trainer is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from pearl.clock import VirtualClock
@@ -285,6 +286,31 @@ def test_evaluation_plays_greedily_on_seeds_of_its_own_while_nothing_new_starts(
     assert driver.training.buffer.counts()["dispatched"] == 4 * 8
     first = driver.episodes.started.index(evaluated[0])
     assert [start.purpose for start in driver.episodes.started[first : first + 5]] == ["eval"] * 5
+
+
+@pytest.mark.parametrize("wrong", [None, "engine/a", "missing"])
+def test_weights_that_differ_from_the_trainers_end_the_run(tmp_path: Path, wrong: str | None) -> None:
+    driver = new(tmp_path, "check_weights=true", "max_steps=3")
+    plain = driver.carry_out
+
+    def with_sums(make: Callable[[int], Command], ranks: Any) -> dict[int, Done]:
+        done = plain(make, ranks)
+        if not isinstance(driver.commands[-1], Publish):
+            return done
+        trainer, engine = {"trainer/a": 1, "trainer/b": -(2**63)}, {"engine/a": 1, "engine/b": -(2**63)}
+        if driver.commands[-1].version == 2 and wrong is not None:
+            engine = {} if wrong == "missing" else engine | {wrong: 2}
+        sums = {0: trainer, 1: engine}
+        return {rank: msgspec.structs.replace(one, metrics=one.metrics | sums[rank]) for rank, one in done.items()}
+
+    driver.carry_out = with_sums
+    if wrong is None:
+        assert driver.training.run().startswith("success")
+        return
+    named = "all" if wrong == "missing" else "a"
+    with pytest.raises(RuntimeError, match=rf"check_weights: version 2 on rank 1 is not the trainer's: {named} differ"):
+        driver.training.run()
+    assert len(driver.reports) == 1
 
 
 def test_groups_of_different_runs_play_different_seeds(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ failure gives it back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from pearl.engine.kernels.interface import Kernels
 from pearl.engine.models.config import ModelConfig
-from pearl.engine.models.params import ParamSpec, Part, Shard, all_parts, param_specs
+from pearl.engine.models.params import ParamSpec, Shard, all_parts, param_specs
 from pearl.engine.weights.arrivals import Arrivals, Expected, NamedRows
-from pearl.engine.weights.checkpoint import listed
+from pearl.engine.weights.checkpoint import hf_tensors, listed
 
 CHECKED_AT_ONCE = 1 << 22
 """Elements that are converted at a time to see whether they stay finite."""
@@ -47,7 +47,7 @@ class WeightStore:
         wrong = [spec.name for spec in specs if spec.name not in params or tuple(params[spec.name].shape) != spec.shape]
         if wrong:
             raise ValueError(f"params: missing or mis-shaped: {listed(wrong)}")
-        self._params, self._kernels = params, kernels
+        self._config, self._params, self._kernels = config, params, kernels
         self._whole = shard is None or shard.size == 1
         self._expected = Expected.of(config)
         self._places = {part.hf_name: (spec, part) for spec in specs for part in all_parts(spec)}
@@ -84,9 +84,9 @@ class WeightStore:
 
         A tensor may also come as (name, some rows, number of the first), its rows in ascending order. With `adopt` the given
         memory itself is the staged copy: of the live dtype and device, known to be finite, and left alone until commit or
-        discard (it is copied all the same by a shard, and where kernels pack). ValueError names what is unknown, doubled, mis-shaped or not
-        floating point, of a sequence all at once, and the first tensor that is (unless adopted) not finite after the
-        conversion to the live dtype; then all that was staged is discarded. While a version is live it is not touched.
+        discard (it is copied all the same by a shard, and where kernels pack). ValueError names what is unknown, doubled,
+        mis-shaped or not floating point, of a sequence all at once, and the first tensor that is (unless adopted) not finite
+        after the conversion to the live dtype; then all that was staged is discarded. A live version is not touched.
         A tuple that is adopted again (the same object, its memory refilled) has passed the checks, and costs next to nothing.
         """
         arrivals = self._open(version)
@@ -161,6 +161,12 @@ class WeightStore:
         for name, live in self._params.items():
             self._make_live(name, live)
         self._version = version
+
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Views of the live weights under their Hugging Face names. ValueError for a shard, or if kernels pack them."""
+        if not self._adopts_memory:
+            raise ValueError("hf_tensors: a shard, or packed weights, cannot be seen under Hugging Face names")
+        return hf_tensors(self._config, self._params)
 
     def discard(self) -> None:
         """Forgets what is staged and frees its memory."""

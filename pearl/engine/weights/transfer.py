@@ -251,8 +251,8 @@ class WeightReceiver(_Transfer):
     def poll(self) -> list[tuple[NamedRows, ...]]:
         """The buckets that arrived since the last poll, of (Hugging Face name, rows, number of the first row); never waits.
 
-        A bucket is the same tuple of the same tensors each time. They are valid until the next `begin`. ValueError in the sender's words if it has given up, or if what has
-        come is not what was sent; CollectiveError when a member is lost.
+        A bucket is the same tuple of the same tensors each time. They are valid until the next `begin`. ValueError in the
+        sender's words if it has given up, or if what has come is not what was sent; CollectiveError when a member is lost.
         """
         self._ready: list[tuple[NamedRows, ...]] = []
         self._advance()
