@@ -56,6 +56,69 @@ def test_folder_without_a_model_to_copy_from(tmp_path: Path) -> None:
     assert from_folder(tmp_path / "new" / "deep") == decoder.config
 
 
+def written(folder: Path, seed: int, shard_bytes: int) -> PreTrainedModel:
+    model = hf_models.dense(seed)
+    decoder, store = new_decoder(config_of(model))
+    store.stage(tensors_of(model), 0)
+    store.commit()
+    save_folder(folder, decoder.config, dict(decoder.named_parameters()), shard_bytes=shard_bytes)
+    return model
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 4096, 20_000])
+def test_a_sharded_folder_is_what_transformers_reads(tmp_path: Path, shard_bytes: int) -> None:
+    model = written(tmp_path / "new", 5, shard_bytes)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval()
+    assert torch.equal(hf_models.logits(again, IDS), hf_models.logits(model, IDS))
+    assert is_model(load(tmp_path / "new"), model)
+    for path in (tmp_path / "new").glob("*.safetensors"):
+        tensors = load_file(path)
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= shard_bytes
+    index = json.loads((tmp_path / "new" / checkpoint.INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for _, tensor in tensors_of(model))
+
+
+@pytest.mark.parametrize("sizes", [(1 << 30, 9000), (9000, 1 << 30), (9000, 9000), (9000, 12_000), (1 << 30, 1 << 30)])
+def test_whoever_reads_while_a_folder_is_replaced_finds_the_old_or_the_new_weights(
+    tmp_path: Path, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [written(tmp_path / "policy", 0, sizes[0])]
+    models.append(written(tmp_path / "expected", 1, sizes[1]))
+    looks: list[tuple[int, int]] = []
+
+    def look() -> None:
+        ours = load(tmp_path / "policy")
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").eval()
+        looks.append(
+            tuple(
+                next(number for number, model in enumerate(models) if same(model))
+                for same in (
+                    lambda model: is_model(ours, model),
+                    lambda model: torch.equal(hf_models.logits(theirs, IDS), hf_models.logits(model, IDS)),
+                )
+            )
+        )
+
+    def looking(step: Callable) -> Callable:
+        def done(*arguments, **options):
+            look()
+            step(*arguments, **options)
+            look()
+
+        return done
+
+    monkeypatch.setattr(checkpoint.os, "replace", looking(checkpoint.os.replace))
+    monkeypatch.setattr(Path, "unlink", looking(Path.unlink))
+    written(tmp_path / "policy", 1, sizes[1])
+    monkeypatch.undo()
+    assert looks[0] == (0, 0) and looks[-1] == (1, 1)
+    for reader in range(2):
+        seen = [pair[reader] for pair in looks]
+        assert seen == sorted(seen)
+    left = {path.name for path in (tmp_path / "policy").glob("*.safetensors*")}
+    assert len(left) == len({path.name for path in (tmp_path / "expected").glob("*.safetensors*")})
+
+
 def test_saving_over_a_sharded_16_bit_folder(tmp_path: Path) -> None:
     """The old shards and their index must not win over what was saved, nor may the old dtype round it."""
     old, new = hf_models.dense(), hf_models.randomise(hf_models.dense(seed=1))

@@ -24,6 +24,9 @@ from pearl.engine.models.params import hf_shapes, param_specs
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+SHARD_BYTES = 5 << 30
+"""Bytes of weights in one file unless asked otherwise: what transformers writes."""
+SHARD_STEMS = ("model", "weights")
 FLOAT_KINDS = ("F64", "F32", "F16", "BF16")
 COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 """Files beside the weights that make a folder usable: configuration, tokenizer, chat template, generation defaults."""
@@ -66,21 +69,29 @@ def hf_tensors(config: ModelConfig, params: Mapping[str, Tensor]) -> Iterator[tu
 
 
 def save_folder(
-    folder: str | Path, config: ModelConfig, params: Mapping[str, Tensor], *, like: str | Path | None = None
+    folder: str | Path,
+    config: ModelConfig,
+    params: Mapping[str, Tensor],
+    *,
+    like: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes a folder that transformers loads to the same logits: weights, `config.json`, and the companions of `like`.
 
-    Without `like` a `config.json` already there is kept, else one is made from `config`. Its dtype becomes that of the weights.
-    A new folder appears by one rename; in an existing one each file is replaced in turn, the weights last.
+    Without `like` a `config.json` already there is kept, else one is made from `config`. Its dtype becomes that of the weights,
+    which are one file, or several of at most `shard_bytes` (one tensor at least) and an index. A new folder appears by one
+    rename; in an existing one each file is replaced in turn, and at each moment its weights are the old or the new ones.
     """
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes={shard_bytes}: must be >= 1")
     folder = Path(folder)
     if folder.is_dir():
-        _write(folder, config, params, folder if like is None else Path(like))
+        _write(folder, config, params, folder if like is None else Path(like), shard_bytes)
         return
     aside = folder.with_name(f".{folder.name}.writing.{os.getpid()}")
     aside.mkdir(parents=True)
     try:
-        _write(aside, config, params, aside if like is None else Path(like))
+        _write(aside, config, params, aside if like is None else Path(like), shard_bytes)
         os.rename(aside, folder)
     except BaseException:
         shutil.rmtree(aside)
@@ -99,17 +110,60 @@ def listed(problems: Iterable[str], limit: int = 20) -> str:
     return "; ".join(items[:limit]) + more
 
 
-def _write(target: Path, config: ModelConfig, params: Mapping[str, Tensor], source: Path) -> None:
+def _write(target: Path, config: ModelConfig, params: Mapping[str, Tensor], source: Path, shard_bytes: int) -> None:
     if source.resolve() != target.resolve():
         for path in _companions(source):
             with _replacing(target / path.name) as aside:
                 shutil.copyfile(path, aside)
-    tensors = {name: value.cpu().contiguous() for name, value in hf_tensors(config, params)}
+    tensors = dict(hf_tensors(config, params))
     with _replacing(target / "config.json") as aside:
         aside.write_text(json.dumps(_config_json(target / "config.json", config, tensors), indent=2) + "\n")
-    with _replacing(target / WEIGHTS) as aside:
-        save_file(tensors, aside, metadata={"format": "pt"})
-    _drop_shards(target)
+    shards = _shards(tensors, shard_bytes)
+    old = _shards_of(target)
+    if len(shards) == 1:
+        _save(shards[0], target / WEIGHTS)
+        (target / INDEX).unlink(missing_ok=True)
+    else:
+        # What the present index names must stay whole until the new index takes its place, so names are not used again.
+        numbers = [f"{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+        stem = next(stem for stem in SHARD_STEMS if not old & {f"{stem}-{number}" for number in numbers})
+        files = {f"{stem}-{number}": shard for number, shard in zip(numbers, shards, strict=True)}
+        for name, shard in files.items():
+            _save(shard, target / name)
+        with _replacing(target / INDEX) as aside:
+            aside.write_text(json.dumps(_index(files), indent=2) + "\n")
+        old |= {WEIGHTS}  # transformers would read it, and not the index
+        old -= files.keys()
+    for name in old:
+        (target / name).unlink(missing_ok=True)
+
+
+def _shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + tensor.nbytes > shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += tensor.nbytes
+    return shards
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    with _replacing(path) as aside:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, aside, metadata={"format": "pt"})
+
+
+def _index(files: Mapping[str, Mapping[str, Tensor]]) -> dict:
+    size = sum(tensor.nbytes for shard in files.values() for tensor in shard.values())
+    return {"metadata": {"total_size": size}, "weight_map": {name: file for file, shard in files.items() for name in shard}}
+
+
+def _shards_of(folder: Path) -> set[str]:
+    """The files of the sharded checkpoint that lies there, if one does."""
+    index = folder / INDEX
+    return set(json.loads(index.read_text())["weight_map"].values()) - {WEIGHTS} if index.is_file() else set()
 
 
 def _locate(folder: Path) -> dict[Path, list[str]]:
@@ -202,13 +256,3 @@ class _replacing:
         with open(self._aside, "rb") as file:
             os.fsync(file.fileno())
         os.replace(self._aside, self._path)
-
-
-def _drop_shards(folder: Path) -> None:
-    """Removes an older sharded checkpoint, the index first: whoever reads in between finds one whole set."""
-    index = folder / INDEX
-    if index.is_file():
-        shards = set(json.loads(index.read_text())["weight_map"].values()) - {WEIGHTS}
-        index.unlink()
-        for shard in shards:
-            (folder / shard).unlink(missing_ok=True)
