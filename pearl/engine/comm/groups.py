@@ -1,6 +1,6 @@
 """Groups of processes that are no part of any job-wide WORLD: where they meet, and how they become a Communicator.
 
-Owns the store of such a group and how long one waits for whom. It does not know who starts the
+Owns the store of such a group (on this machine alone) and how long one waits for whom. It does not know who starts the
 members or what they do. Invariants: the store's port is chosen by binding it, never looked for first; no wait is without a
 limit, and its error names the ranks that did not come.
 """
@@ -21,17 +21,17 @@ LOCAL = "127.0.0.1"
 MEET_POLL_S = 0.02
 
 
-def open_store(timeout_s: float, host: str = LOCAL) -> dist.TCPStore:
-    """A store that others reach at its `port` of `host`, an address of this machine."""
-    listener = socket.create_server((host, 0))
+def open_store(timeout_s: float) -> dist.TCPStore:
+    """A store that other processes of this machine reach at its `port`."""
+    listener = socket.create_server((LOCAL, 0))
     port = listener.getsockname()[1]
     timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+    return dist.TCPStore(LOCAL, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def join_store(port: int, timeout_s: float, host: str = LOCAL) -> dist.TCPStore:
-    """The store that another process has opened."""
-    return dist.TCPStore(host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+def join_store(port: int, timeout_s: float) -> dist.TCPStore:
+    """The store that another process of this machine has opened."""
+    return dist.TCPStore(LOCAL, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 def meet(
