@@ -364,6 +364,7 @@ def test_an_engine_of_several_ranks_needs_its_group(folder: Path) -> None:
 
 LOOKING = {
     "has_unfinished", "stats", "check_integrity", "tokenizer", "paused", "asleep", "weight_version", "generation_defaults",
+    "named_hf_tensors",
 }  # fmt: skip
 BUILT_ON_OTHERS = {"step", "stream", "update_weights"}
 UNSERVED = {"take_handoffs", "import_kv", "export_kv", "finish_export", "reserve_kv", "release_reservation"}
