@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "migration/block_copy.h"
+#include "migration/ipc.h"
 #include "migration/register.h"
 
 namespace py = pybind11;
@@ -89,15 +90,32 @@ void register_cuda(py::module_& m) {
            std::uintptr_t stream) { copy_between(src, src_ids, dst, dst_ids, on_device(device, stream)); },
         py::arg("src"), py::arg("src_ids"), py::arg("dst"), py::arg("dst_ids"), py::arg("device"), py::arg("stream"),
         release(), "copy_blocks, queued on a stream.");
+    m.def(
+        "export_memory",
+        [](std::uintptr_t address) {
+            const SharedMemory memory = export_memory(address);
+            return py::make_tuple(py::bytes(memory.handle), memory.offset, memory.bytes);
+        },
+        py::arg("address"),
+        "(handle, offset, bytes): the allocation that an address of a GPU's memory lies in, how far in, and its size.");
+    m.def(
+        "open_memory",
+        [](const std::string& handle, int device) {
+            py::gil_scoped_release unlocked;
+            return open_memory(handle, device);
+        },
+        py::arg("handle"), py::arg("device"), "Address, as `device` sees it, of an allocation exported by another process.");
+    m.def("close_memory", &close_memory, py::arg("address"), release(), "Undoes open_memory.");
 }
 #endif
 
 }  // namespace
 
 void register_apis(py::module_& m) {
-    py::class_<BlockPool>(m, "BlockPool", "Memory seen as [rows][num_blocks][block_bytes]; rows are row_stride bytes apart.")
+    py::class_<BlockPool>(m, "BlockPool",
+                          "Memory seen as [rows][num_blocks][block_bytes], rows and blocks so many bytes apart.")
         .def(py::init(&make_pool), py::arg("address"), py::arg("bytes"), py::arg("rows"), py::arg("row_stride"),
-             py::arg("num_blocks"), py::arg("block_bytes"));
+             py::arg("num_blocks"), py::arg("block_stride"), py::arg("block_bytes"));
     register_host(m);
 #ifdef PEARL_CUDA
     register_cuda(m);

@@ -68,7 +68,7 @@ def allocate_pool(
     """The pool kv_L2NG__ in `memory`: zeros, or `fill` everywhere. ValueError if it cannot be had."""
     shape = (model.num_layers, 2, num_blocks, model.num_kv_heads, block_size, model.head_dim)
     try:
-        pool = memory.zeros(shape, dtype)
+        pool = memory.shared_zeros(shape, dtype)
     except (RuntimeError, OSError, OverflowError) as error:
         size = model.kv_bytes_per_token * block_size * num_blocks
         raise ValueError(f"num_blocks={num_blocks}: a pool of {size} bytes cannot be had") from error

@@ -21,7 +21,7 @@ def native() -> bool:
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs a test once per implementation."""
     if request.param == "torch":
-        monkeypatch.setattr(blocks, "_extension", lambda device_type: (None, "switched off"))
+        monkeypatch.setattr(blocks, "native", lambda device_type: (None, "switched off"))
     elif not native():
         pytest.skip(blocks.backend())
     return request.param
@@ -111,7 +111,7 @@ def test_large_copies_give_the_same_bytes_on_any_number_of_threads(monkeypatch: 
     finally:
         torch.set_num_threads(before)
     assert alone.nbytes > 16 << 20 and same_bits(alone, together) and same_bits(back, pool)
-    monkeypatch.setattr(blocks, "_extension", lambda device_type: (None, "switched off"))
+    monkeypatch.setattr(blocks, "native", lambda device_type: (None, "switched off"))
     assert same_bits(alone, gather_blocks(pool, ids))
 
 
@@ -134,6 +134,30 @@ def test_copy_between_windows_of_one_pool(path: str) -> None:
     with pytest.raises(ValueError, match="overlap"):
         copy_blocks(low, high, [1, 4], [0, 1])
     assert same_bits(whole, before)
+
+
+def test_some_heads_of_every_block_in_some_layers(path: str) -> None:
+    """Parts of pools are pools: gather, scatter and copy move them, and nothing beside them."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
+        heads, layers, inner = rng.randint(2, 5), rng.randint(2, 4), (rng.choice([1, 4, 16]), rng.choice([3, 8, 64]))
+        source = random_pool(rng, dtype, rng.randint(3, 12), (heads, *inner), layers).contiguous()
+        target = random_pool(rng, dtype, rng.randint(3, 12), (heads + 1, *inner), layers).contiguous()
+        count, width, depth = rng.randint(1, 3), rng.randint(1, heads - 1), rng.randint(1, layers)
+        a, b = rng.randint(0, heads - width), rng.randint(0, heads + 1 - width)
+        first = rng.randint(0, layers - depth)
+        ids, into = some_ids(rng, source.shape[2], count), rng.sample(range(target.shape[2]), count)
+        part, place = source[first : first + depth, :, :, a : a + width], target[first : first + depth, :, :, b : b + width]
+        expected = target.clone()
+        expected[first : first + depth, :, into, b : b + width] = part[:, :, ids]
+        other = target.clone()
+        copy_blocks(part, place, ids, into)
+        assert same_bits(target, expected), seed
+        buffer = gather_blocks(part, ids)
+        assert same_bits(buffer, part[:, :, ids])
+        scatter_blocks(other[first : first + depth, :, :, b : b + width], into, buffer)
+        assert same_bits(other, expected), seed
 
 
 def pool_8() -> torch.Tensor:
@@ -160,7 +184,7 @@ REFUSED = {
     "buffer of another shape": (lambda p, b: scatter_blocks(p, [1, 2, 3], b), r"\(2, 2, 3, 1, 2, 3\)"),
     "buffer of another dtype": (lambda p, b: scatter_blocks(p, [1, 2], b.double()), r"float64.*float32"),
     "buffer strided": (lambda p, b: scatter_blocks(p, [1, 2], b.transpose(4, 5).contiguous().transpose(4, 5)), r"strided"),
-    "pool with gaps between blocks": (lambda p, b: bad_gather(p[:, :, ::2], [0]), r"strides"),
+    "pool with blocks that overlap": (lambda p, b: bad_gather(p.as_strided(p.shape, (96, 48, 5, 6, 3, 1)), [0]), r"strides"),
     "pool with gaps inside blocks": (lambda p, b: bad_gather(p[..., :1], [0]), r"strides"),
     "pool with two distances between rows": (lambda p, b: bad_gather(torch.cat([p, p])[::2], [0]), r"strides"),
     "pool without a key/value axis": (lambda p, b: bad_gather(p[:, :1], [0]), r"shape="),
@@ -187,8 +211,11 @@ NATIVE_REFUSED = [
     ({"row_stride": 47}, r"row_stride=47: must be >= 48"),
     ({"row_stride": 2**63 - 1}, r"64 bits"),
     ({"num_blocks": -1}, r"num_blocks=-1"),
-    ({"num_blocks": 2**40, "block_bytes": 2**40}, r"64 bits"),
+    ({"num_blocks": 2**40, "block_stride": 2**40}, r"64 bits"),
     ({"block_bytes": 0}, r"block_bytes=0"),
+    ({"block_stride": 15}, r"block_stride=15: must be >= 16"),
+    ({"block_stride": 17}, r"row_stride=48: must be >= 50"),
+    ({"block_stride": 17, "row_stride": 50}, r"bytes=96: .*need 100"),
 ]
 
 
@@ -198,7 +225,7 @@ def test_native_pool_checks_its_sizes(change: dict[str, int], message: str) -> N
         pytest.skip(blocks.backend())
     from pearl import _C
 
-    sizes = {"address": 4096, "bytes": 96, "rows": 2, "row_stride": 48, "num_blocks": 3, "block_bytes": 16}
+    sizes = {"address": 4096, "bytes": 96, "rows": 2, "row_stride": 48, "num_blocks": 3, "block_stride": 16, "block_bytes": 16}
     _C.BlockPool(**sizes)
     with pytest.raises(ValueError, match=message):
         _C.BlockPool(**(sizes | change))
@@ -210,7 +237,7 @@ def test_native_buffer_of_another_size_is_refused() -> None:
     from pearl import _C
 
     memory = torch.zeros(96, dtype=torch.int8)
-    pool = _C.BlockPool(address=memory.data_ptr(), bytes=96, rows=2, row_stride=48, num_blocks=3, block_bytes=16)
+    pool = _C.BlockPool(memory.data_ptr(), bytes=96, rows=2, row_stride=48, num_blocks=3, block_stride=16, block_bytes=16)
     with pytest.raises(ValueError, match="buffer of 63 bytes: 2 blocks of 16 bytes in 2 rows are 64"):
         _C.gather_blocks(pool, [0, 1], memory.data_ptr(), 63)
 
@@ -237,6 +264,19 @@ def test_cuda_kernels_equal_the_host_copy(seed: int) -> None:
     assert same_bits(gather_blocks(copied, ids).cpu(), buffer.cpu())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(0, 4), (1, 3)])
+def test_cuda_long_runs_and_parts_equal_the_host_copy(heads: tuple[int, int]) -> None:
+    """Runs long enough for the driver's own copies beside single blocks; and parts of blocks, which have no runs."""
+    host = random_pool(random.Random(5), torch.bfloat16, 200, (4, 16, 64), 3).contiguous()
+    ids, into = [*range(40, 140), 7, 3, 150], [*range(100), 199, 120, 110]
+    pool, copied, expected = host.cuda(), torch.zeros_like(host).cuda(), torch.zeros_like(host)
+    part = slice(*heads)
+    copy_blocks(pool[1:, :, :, part], copied[1:, :, :, part], ids, into)
+    expected[1:, :, into, part] = host[1:, :, ids, part]
+    assert same_bits(copied.cpu(), expected)
+
+
 def test_cuda_functions_check_first_and_name_what_cuda_says() -> None:
     """On a machine without a GPU the module loads, refuses bad calls as the host copy does, and good ones with CUDA's words."""
     if not native() or torch.cuda.is_available():
@@ -247,7 +287,7 @@ def test_cuda_functions_check_first_and_name_what_cuda_says() -> None:
         pytest.skip("pearl._C was built without nvcc")
     memory = torch.zeros(96, dtype=torch.int8)
     out = torch.zeros(64, dtype=torch.int8)
-    pool = _C.BlockPool(address=memory.data_ptr(), bytes=96, rows=2, row_stride=48, num_blocks=3, block_bytes=16)
+    pool = _C.BlockPool(memory.data_ptr(), bytes=96, rows=2, row_stride=48, num_blocks=3, block_stride=16, block_bytes=16)
     with pytest.raises(ValueError, match=r"ids\[1\]=3"):
         _C.gather_blocks_cuda(pool, [0, 3], out.data_ptr(), 64, 0, 0)
     with pytest.raises(ValueError, match="both block 2"):

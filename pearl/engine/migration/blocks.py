@@ -5,7 +5,8 @@ the blocks are (leases: the block manager) nor which blocks should move (the pla
 Invariant: everything is checked before the first byte is written.
 
 A pool is kv[layer, 2, block, ...]: what follows the block axis is contiguous and opaque, so any layout inside a block is
-served. A buffer is [layer, 2, n, ...], contiguous, with the blocks in the order of the ids.
+served. A part of a pool is one too: `pool[2:4, :, :, 1:3]` are two heads of every block in two layers. A buffer is
+[layer, 2, n, ...], contiguous, with the blocks in the order of the ids.
 
 CUDA pools go through the kernels of `pearl._C` on torch's current stream, asynchronously, where they were built. They were
 compiled and linked but not yet run on a GPU.
@@ -28,7 +29,7 @@ Ids = Sequence[int] | Tensor
 
 def backend(device: torch.device | str = "cpu") -> str:
     """What moves blocks on this device and why: "pearl._C", or "torch" with the reason in parentheses."""
-    module, reason = _extension(torch.device(device).type)
+    module, reason = native(torch.device(device).type)
     return f"torch ({reason})" if module is None else "pearl._C"
 
 
@@ -43,7 +44,7 @@ def gather_blocks(pool: Tensor, block_ids: Ids, out: Tensor | None = None) -> Te
     if out is None:
         out = pool.new_empty(shape)
     _check_buffer("out", out, pool, shape)
-    module, _ = _extension(pool.device.type)
+    module, _ = native(pool.device.type)
     if module is None:
         _check_ids("source", ids, pool)
         _check_disjoint(pool, ids, out, list(range(len(ids))))
@@ -60,7 +61,7 @@ def scatter_blocks(pool: Tensor, block_ids: Ids, buffer: Tensor) -> None:
     ids = _as_list("block_ids", block_ids)
     _check_pool("pool", pool)
     _check_buffer("buffer", buffer, pool, _buffer_shape(pool, len(ids)))
-    module, _ = _extension(pool.device.type)
+    module, _ = native(pool.device.type)
     if module is None:
         _check_ids("destination", ids, pool)
         _check_written_once(ids)
@@ -84,7 +85,7 @@ def copy_blocks(src_pool: Tensor, dst_pool: Tensor, src_ids: Ids, dst_ids: Ids) 
         raise ValueError(f"{len(src_list)} source ids, {len(dst_list)} destination ids: must be as many")
     if _kind(src_pool) != _kind(dst_pool):
         raise ValueError(f"src_pool is {_kind(src_pool)}, dst_pool {_kind(dst_pool)}: must differ in the number of blocks only")
-    module, _ = _extension(src_pool.device.type)
+    module, _ = native(src_pool.device.type)
     if module is None:
         _check_ids("source", src_list, src_pool)
         _check_ids("destination", dst_list, dst_pool)
@@ -92,16 +93,24 @@ def copy_blocks(src_pool: Tensor, dst_pool: Tensor, src_ids: Ids, dst_ids: Ids) 
         _check_disjoint(src_pool, src_list, dst_pool, dst_list)
         dst_pool.index_copy_(2, _index(dst_list, dst_pool), src_pool.index_select(2, _index(src_list, src_pool)))
         return
-    src, dst = _describe(module, src_pool), _describe(module, dst_pool)
-    if src_pool.is_cuda:
-        module.copy_blocks_cuda(src, src_list, dst, dst_list, *_queue(src_pool))
+    copy_from(module, _describe(module, src_pool), dst_pool, src_list, dst_list)
+
+
+def copy_from(module: ModuleType, src: object, dst_pool: Tensor, src_ids: Sequence[int], dst_ids: Sequence[int]) -> None:
+    """`copy_blocks` from a `BlockPool` of `module` (`native`), which may be memory that torch does not know.
+
+    The destination's device must be able to read it. ValueError as above, and if the geometries differ.
+    """
+    dst = _describe(module, dst_pool)
+    if dst_pool.is_cuda:
+        module.copy_blocks_cuda(src, src_ids, dst, dst_ids, *_queue(dst_pool))
     else:
-        module.copy_blocks(src, src_list, dst, dst_list, torch.get_num_threads())
+        module.copy_blocks(src, src_ids, dst, dst_ids, torch.get_num_threads())
 
 
 @functools.cache
-def _extension(device_type: str) -> tuple[ModuleType | None, str]:
-    """(pearl._C if it serves this kind of device else None, why not)."""
+def native(device_type: str) -> tuple[ModuleType | None, str]:
+    """(`pearl._C` if it serves this kind of device, else None; why not)."""
     try:
         module = importlib.import_module("pearl._C")
     except ImportError as error:
@@ -115,6 +124,8 @@ def _extension(device_type: str) -> tuple[ModuleType | None, str]:
 
 def _as_list(name: str, ids: Ids) -> list[int]:
     numbers = ids.tolist() if isinstance(ids, Tensor) else [*ids]
+    if {*map(type, numbers)} <= {int}:
+        return numbers
     for index, number in enumerate(numbers):
         if not isinstance(number, int | np.integer) or isinstance(number, bool):
             raise ValueError(f"{name}[{index}]={number!r}: must be a whole number")
@@ -122,14 +133,19 @@ def _as_list(name: str, ids: Ids) -> list[int]:
 
 
 def _check_pool(name: str, pool: Tensor) -> None:
-    """A pool must have one distance between rows: layer and key/value axes that fold into one, blocks laid end to end."""
+    """A pool must have one distance between rows (layer and key/value axes that fold into one) and one between blocks."""
     if pool.dim() < 4 or pool.shape[1] != 2 or 0 in pool.shape[:2] + pool.shape[3:]:
         raise ValueError(f"{name}.shape={tuple(pool.shape)}: must be [layer, 2, block, ...], none but block zero")
-    size = pool.shape[3:].numel()
-    inner = pool.shape[2] == 0 or (pool[0, 0, 0].is_contiguous() and (pool.shape[2] == 1 or pool.stride(2) == size))
+    size, step = pool.shape[3:].numel(), _block_step(pool)
+    inner = pool.shape[2] == 0 or (pool[0, 0, 0].is_contiguous() and step >= size)
     outer = pool.shape[0] == 1 or pool.stride(0) == 2 * pool.stride(1)
-    if not (inner and outer and pool.stride(1) >= pool.shape[2] * size):
-        raise ValueError(f"{name} has strides {pool.stride()} for shape {tuple(pool.shape)}: blocks must lie end to end")
+    if not (inner and outer and pool.stride(1) >= (pool.shape[2] - 1) * step + size):
+        raise ValueError(f"{name} has strides {pool.stride()} for shape {tuple(pool.shape)}: whole blocks must lie in rows")
+
+
+def _block_step(pool: Tensor) -> int:
+    """Elements from one block to the next."""
+    return pool.stride(2) if pool.shape[2] > 1 else pool.shape[3:].numel()
 
 
 def _check_buffer(name: str, buffer: Tensor, pool: Tensor, shape: tuple[int, ...]) -> None:
@@ -169,7 +185,7 @@ def _check_disjoint(src: Tensor, src_ids: list[int], dst: Tensor, dst_ids: list[
 
 def _starts(pool: Tensor, ids: list[int]) -> np.ndarray:
     rows = np.arange(pool.shape[0] * 2, dtype=np.int64)[:, None] * pool.stride(1)
-    blocks = np.asarray(ids, dtype=np.int64)[None, :] * pool.shape[3:].numel()
+    blocks = np.asarray(ids, dtype=np.int64)[None, :] * _block_step(pool)
     return (pool.data_ptr() + (rows + blocks) * pool.element_size()).reshape(-1)
 
 
@@ -194,6 +210,7 @@ def _describe(module: ModuleType, pool: Tensor) -> object:
         rows=pool.shape[0] * 2,
         row_stride=pool.stride(1) * size,
         num_blocks=pool.shape[2],
+        block_stride=_block_step(pool) * size,
         block_bytes=pool.shape[3:].numel() * size,
     )
 

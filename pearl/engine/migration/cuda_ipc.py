@@ -1,0 +1,159 @@
+"""KV between two processes with GPUs of one node: the receiver copies straight out of the sender's pool, opened by CUDA IPC.
+
+Owns what a GPU pool's address says, the opened allocations, and a stream of its own per device. It does not know requests.
+Invariants as in `host.py`: a copy counts only if the sender's process was there and its lease whole after the last byte; no
+call waits, the ticket is an event. Once a copy is queued it cannot be taken back: `cancel` says False until it has run.
+
+Compiled and refused with a reason where it cannot work, but not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import msgspec
+import torch
+
+from pearl.engine.migration.blocks import copy_from, native
+from pearl.engine.migration.pieces import view
+from pearl.engine.migration.planner import ITEM_BYTES, CopyPart, CopyPlan, check_layouts
+from pearl.engine.migration.shared_memory import FileAddress, Mappings, lives, share, unreachable
+from pearl.engine.migration.transport import LeaseWords, Pool, Ticket, TransferError, Transport
+from pearl.kv_transfer import KVLayout, KVTransfer
+
+
+class CudaAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """A pool of `nbytes` at `offset` of the allocation behind `handle`, and its lease words in shared memory of the host."""
+
+    handle: bytes
+    offset: int
+    nbytes: int
+    words: FileAddress
+
+
+class CudaIpcTransport(Transport):
+    """One per engine, at both ends. Not thread-safe."""
+
+    name = "cuda_ipc"
+
+    def __init__(self) -> None:
+        self._address: str | None = None
+        self._mappings = Mappings()
+        self._opened: dict[tuple[bytes, FileAddress, int], int] = {}
+        """(handle, whose, device) -> address there; an allocation may be opened once only."""
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def address(self, pool: Pool) -> str | None:
+        """None for a pool that is not on a GPU, or whose memory CUDA does not share."""
+        module, _ = native("cuda")
+        if module is None or not pool.tensor.is_cuda:
+            return None
+        if self._address is None:
+            try:
+                handle, offset, _ = module.export_memory(pool.tensor.data_ptr())
+            except RuntimeError:
+                return None  # as with torch's expandable segments
+            address = CudaAddress(handle=handle, offset=offset, nbytes=pool.tensor.nbytes, words=share(pool.leases))
+            self._address = msgspec.json.encode(address).decode()
+        return self._address
+
+    def refusal(self, transfer: KVTransfer, pool: Pool) -> str | None:
+        module, reason = native("cuda")
+        if module is None:
+            return reason
+        if not pool.tensor.is_cuda:
+            return f"the pool here is on {pool.tensor.device}, not on a GPU"
+        try:
+            owner = _address(transfer).words
+            check_layouts(transfer.layout, pool.layout, heads_may_differ=True)
+        except ValueError as error:
+            return str(error)
+        return unreachable(owner)
+
+    def begin(self, plan: CopyPlan, transfer: KVTransfer, pool: Pool) -> Ticket:
+        """TransferError if the sender's pool cannot be opened, or is not as the transfer says."""
+        module, reason = native("cuda")
+        if module is None:
+            raise TransferError(transfer.transfer_id, reason)
+        try:
+            address, device = _address(transfer), pool.tensor.device
+            words = self._mappings.words(address.words)
+            place = self._open(module, address, device) + address.offset
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            stream = self._streams[device]
+            stream.wait_stream(torch.cuda.current_stream(device))  # what this engine still does with the blocks
+            with torch.cuda.stream(stream):
+                for part in plan.parts:
+                    source = describe(module, place, address.nbytes, transfer.layout, transfer.source.num_blocks, part)
+                    target = view(pool.tensor, part.layers, part.destination_heads)
+                    copy_from(module, source, target, part.source_blocks, part.destination_blocks)
+                event = stream.record_event()
+        except (ValueError, RuntimeError) as error:
+            raise TransferError(transfer.transfer_id, str(error)) from error
+        return _Queued(transfer, address.words, words, event)
+
+    def poll(self) -> None:
+        self._mappings.tidy()
+        module, _ = native("cuda")
+        if module is None:
+            return
+        for key in [key for key in self._opened if not lives(key[1])]:
+            torch.cuda.synchronize(key[2])  # only after a sender has died: nothing may read it any more
+            module.close_memory(self._opened.pop(key))
+
+    def _open(self, module: ModuleType, address: CudaAddress, device: torch.device) -> int:
+        key = (address.handle, address.words, device.index)
+        if key not in self._opened:
+            self._opened[key] = module.open_memory(address.handle, device.index)
+        return self._opened[key]
+
+
+class _Queued:
+    """The ticket of a copy on a stream."""
+
+    def __init__(self, transfer: KVTransfer, owner: FileAddress, words: LeaseWords, event: torch.cuda.Event) -> None:
+        self._transfer, self._owner, self._words, self._event = transfer, owner, words, event
+        self._through = False
+
+    def done(self) -> bool:
+        if self._through or not self._event.query():
+            return self._through
+        if not lives(self._owner):
+            raise TransferError(self._transfer.transfer_id, f"its source in process {self._owner.pid} is gone")
+        if not self._words.holds(self._transfer.blocks[-1], self._transfer.lease_word):
+            raise TransferError(self._transfer.transfer_id, "its lease has ended")
+        self._through = True
+        return True
+
+    def cancel(self) -> bool:
+        return self._event.query()
+
+
+def describe(module: ModuleType, address: int, nbytes: int, layout: KVLayout, num_blocks: int, part: CopyPart) -> object:
+    """The source's side of a part, of a pool that lies at an address. ValueError if the pool does not fit its layout."""
+    head = layout.block_size * layout.head_dim * ITEM_BYTES[layout.dtype]
+    block = layout.num_kv_heads * head
+    row = num_blocks * block
+    if nbytes != layout.num_layers * 2 * row:
+        raise ValueError(f"the source's pool has nbytes={nbytes}, {layout.num_layers * 2 * row} by its layout")
+    offset = part.layers[0] * 2 * row + part.source_heads[0] * head
+    return module.BlockPool(
+        address=address + offset,
+        bytes=nbytes - offset,
+        rows=(part.layers[1] - part.layers[0]) * 2,
+        row_stride=row,
+        num_blocks=num_blocks,
+        block_stride=block,
+        block_bytes=(part.source_heads[1] - part.source_heads[0]) * head,
+    )
+
+
+def _address(transfer: KVTransfer) -> CudaAddress:
+    text = transfer.source.addresses.get(CudaIpcTransport.name)
+    if text is None:
+        raise ValueError(f"{transfer.source.worker} has no pool on a GPU that can be shared")
+    try:
+        return msgspec.json.decode(text, type=CudaAddress)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"address {text!r}: {error}") from error

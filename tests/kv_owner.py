@@ -1,0 +1,45 @@
+"""A process that owns a KV pool, offers some of its blocks and then does as it is told, line by line. For tests."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import msgspec
+import torch
+from migration_cases import make_pool, offer
+
+from pearl.engine.migration.cuda_ipc import CudaIpcTransport
+from pearl.engine.migration.gloo import GlooTransport
+from pearl.engine.migration.host import HostTransport
+from pearl.engine.migration.transport import Transport
+from pearl.kv_transfer import KVLayout
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    task = json.loads(sys.argv[1])
+    transports: dict[str, type[Transport]] = {"gloo": GlooTransport, "host": HostTransport, "cuda_ipc": CudaIpcTransport}
+    transport = transports[task["transport"]]()
+    device = "cuda:0" if transport.name == "cuda_ipc" else "cpu"
+    pool = make_pool(msgspec.convert(task["layout"], KVLayout), task["num_blocks"], task["seed"], device)
+    transfer = offer(pool, task["blocks"], transport)
+    say(msgspec.json.encode(transfer).decode())
+    for line in sys.stdin:
+        if line.strip() == "end":  # the lease ends, and the blocks are another's
+            pool.leases.close(transfer.blocks[-1])
+            transport.withdraw(transfer.transfer_id)
+            pool.tensor[:, :, transfer.blocks] = 9
+        elif line.strip() == "again":
+            transfer = offer(pool, task["blocks"], transport)
+        elif line.strip() == "give_back":
+            pool.memory.give_back()
+        say(msgspec.json.encode(transfer).decode())
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()
