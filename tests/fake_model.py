@@ -68,9 +68,10 @@ def make_request(request_id: str, prompt: Sequence[int], max_tokens: int = 4, sa
     )
 
 
-def make_core(num_blocks: int = 64, block_size: int = 4, new_text=None, **sizes) -> EngineCore:
+def make_core(num_blocks: int = 64, block_size: int = 4, new_text=None, name: str = "engine", **sizes) -> EngineCore:
     defaults = {"max_model_len": 256, "max_num_seqs": 256, "max_batch_tokens": 64, "vocab_size": VOCAB}
-    return EngineCore(CoreSettings(num_blocks=num_blocks, block_size=block_size, **{**defaults, **sizes}), new_text)
+    settings = CoreSettings(num_blocks=num_blocks, block_size=block_size, **{**defaults, **sizes})
+    return EngineCore(settings, new_text, name=name)
 
 
 class FakeModel:

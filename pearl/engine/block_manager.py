@@ -198,6 +198,19 @@ class BlockManager:
                 if not self._refs[block_id]:
                     self._give_back(block_id)
 
+    def adopt(self, request: Request, lease_id: int, num_tokens: int) -> None:
+        """Makes the blocks of a lease the empty table of a request whose first `num_tokens` tokens they hold; ends the lease.
+
+        Raises RuntimeError if the request holds blocks.
+        """
+        if request.block_table:
+            raise RuntimeError(f"request {request.request_id!r} already holds blocks {request.block_table}")
+        for block_id in self._leases[lease_id]:
+            self._hold(block_id)
+            request.block_table.append(block_id)
+        request.num_computed_tokens = request.num_written_tokens = num_tokens
+        self.release_lease(lease_id)
+
     # ------------------------------------------------------------------------------------------------ books
 
     def check_integrity(self, requests: Iterable[Request]) -> None:

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from pearl.engine.block_manager import BlockManager
 from pearl.engine.ending import (
     ABORTED,
@@ -29,6 +31,8 @@ from pearl.engine.ending import (
     update_of,
 )
 from pearl.engine.limits import CoreSettings, check_request
+from pearl.engine.migration.transport import LeaseWords
+from pearl.engine.moving import MovingRequests
 from pearl.engine.request import (
     PLACEHOLDER,
     Request,
@@ -39,7 +43,7 @@ from pearl.engine.request import (
     SchedulerOutput,
     StepResult,
 )
-from pearl.engine.role import RolePolicy, RoleSwitch, plan_role
+from pearl.engine.role import Drain, RolePolicy, RoleSwitch, plan_role, plan_switch
 from pearl.engine.scheduler import Scheduler
 from pearl.protocol import Role
 
@@ -67,12 +71,26 @@ class EngineStats:
     num_preemptions: int
     num_prompt_tokens: int
     num_generated_tokens: int
+    offered: int = 0
+    arriving: int = 0
+    reserved: int = 0
+    stale_messages: int = 0
 
 
-class EngineCore:
-    """`new_text` makes the text stream of a request; without it there is no text and no stop strings."""
+class EngineCore(MovingRequests):
+    """`new_text` makes the text stream of a request; without it there is no text and no stop strings.
 
-    def __init__(self, settings: CoreSettings, new_text: Callable[[Request], TextStream] | None = None) -> None:
+    `name` begins the ids of its offers and credits, `words` are those of its pool's leases.
+    """
+
+    def __init__(
+        self,
+        settings: CoreSettings,
+        new_text: Callable[[Request], TextStream] | None = None,
+        *,
+        name: str = "engine",
+        words: LeaseWords | None = None,
+    ) -> None:
         self.settings = settings
         self.blocks = BlockManager(settings.num_blocks, settings.block_size, settings.enable_prefix_cache)
         self.scheduler = Scheduler(
@@ -90,6 +108,7 @@ class EngineCore:
         self._new_text = new_text
         self._texts: dict[str, TextStream] = {}
         self._unfinished: deque[SchedulerOutput] = deque()
+        self._init_moving(name, words or LeaseWords(np.zeros(settings.num_blocks, dtype=np.int64)))
         self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
 
     # ------------------------------------------------------------------------------------------------ requests
@@ -124,19 +143,20 @@ class EngineCore:
 
     def has_unfinished(self) -> bool:
         """Whether there is anything left to schedule or to finish."""
-        return bool(self.requests or self._unfinished)
+        return bool(self.requests or self._unfinished or self.arrivals)
 
     # ------------------------------------------------------------------------------------------------ a step
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Decides the next step. Every output, an empty one too, must be given to `finish`, in order.
 
-        `now` is the caller's time in seconds; today's policy does not read it. Raises RuntimeError if two outputs are
+        `now` is the caller's time in seconds: what is past its deadline ends first. Raises RuntimeError if two outputs are
         unfinished, or if requests exist that nothing can ever bring forward (a broken invariant, never a load condition).
         """
         if len(self._unfinished) >= MAX_UNFINISHED:
             steps = [output.step for output in self._unfinished]
             raise RuntimeError(f"outputs {steps} are unfinished: finish one before the next schedule")
+        self.expire(now)
         if self.paused or self.asleep:
             output = SchedulerOutput(step=self._num_steps, requests=())
         else:
@@ -164,6 +184,8 @@ class EngineCore:
                     updates.append(self._take_token(request, entry, result.sampled[entry.request_id], result.weight_version))
             if request.status is not RequestStatus.RUNNING and not request.num_in_flight:
                 self._settle(request)
+            elif self.scheduler.policy.hands_over and request.is_decoding and not (request.stays or request.num_in_flight):
+                self.offer(request, now)
         return updates
 
     def cancel(self, output: SchedulerOutput) -> None:
@@ -219,6 +241,13 @@ class EngineCore:
             text += self._end(request, ending)
         return update_of(request, (token_id,), text)
 
+    def resume_text(self, request: Request) -> None:
+        """Makes the text of a request that has come with tokens, as far as it has been given out elsewhere."""
+        if self._new_text is not None:
+            stream = self._texts[request.request_id] = self._new_text(request)
+            for token_id in request.output_token_ids:
+                stream.push(token_id)
+
     # ------------------------------------------------------------------------------------------------ commands
 
     def pause(self) -> None:
@@ -240,9 +269,11 @@ class EngineCore:
             raise ValueError(f"version={version}: must be >= 0")
         updates: list[RequestUpdate] = []
         if mode == "abort":
-            started = [r for r in self.requests.values() if r.status is RequestStatus.RUNNING or r.num_preemptions]
+            on_the_way = (RequestStatus.RUNNING, RequestStatus.PARKED)
+            started = [r for r in self.requests.values() if r.status in on_the_way or r.num_preemptions]
             updates = [update for request in started if (update := self.abort(request.request_id))]
         elif mode == "recompute":
+            self._lose_moving_kv()
             self._preempt_all()
         self.reset_prefix_cache()
         self.weight_version = version
@@ -250,6 +281,7 @@ class EngineCore:
 
     def lose_kv(self) -> None:
         """What the pool holds is worth nothing any more: running requests give way, to be recomputed; nothing is cached."""
+        self._lose_moving_kv()
         self._preempt_all()
         self.reset_prefix_cache()
 
@@ -269,15 +301,32 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> int:
         """Forgets all cached blocks and returns how many there were; KV computed before is never cached afterwards."""
-        for request in self.scheduler.running.values():
-            request.cacheable = False
+        for requests in (self.scheduler.running, self.scheduler.parked):
+            for request in requests.values():
+                request.cacheable = False
         return self.blocks.reset_prefix_cache()
 
-    def switch_role(self, role: Role) -> RoleSwitch:
-        """Changes the role between two steps; requests go on where they are. Raises ValueError for one not served."""
-        old, self.scheduler.policy = self.scheduler.policy.role, self._plan_role(role)
-        self.epoch += 1
-        return RoleSwitch(old=old, new=role, epoch=self.epoch)
+    def switch_role(self, role: Role, drain: Drain = "handover", now: float = 0.0) -> RoleSwitch:
+        """Changes the role between two steps: no weight and no block moves, what is cached stays.
+
+        What the new role does not go on with is computed again here ("recompute") or offered to other engines. Offers that
+        nobody has taken yet are taken back by a role that can decode them. Credits are void. ValueError for what is no role.
+        """
+        old, new = self.scheduler.policy, self._plan_role(role)
+        switch = plan_switch(old, new, self.scheduler.running.values(), self.epoch + 1)
+        self.scheduler.policy, self.epoch = new, switch.epoch
+        self._release_credits()
+        if not new.hands_over:
+            for export in [export for export in self.exports.values() if not export.taken]:
+                self._take_back(export)
+        elif not old.hands_over:
+            for request in self.requests.values():
+                request.stays = False
+        for request_id in reversed(switch.leaving) if drain == "recompute" else ():
+            self.preempt(request_id)
+        for request_id in switch.leaving if drain != "recompute" else ():
+            self.offer(self.requests[request_id], now)
+        return switch
 
     def stats(self) -> EngineStats:
         blocks, scheduler = self.blocks, self.scheduler
@@ -298,6 +347,10 @@ class EngineCore:
             num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
+            offered=len(self.exports),
+            arriving=len(self.arrivals),
+            reserved=len(self.credits),
+            stale_messages=self.num_stale_messages,
         )
 
     def check_integrity(self) -> None:
@@ -305,6 +358,7 @@ class EngineCore:
         self.blocks.check_integrity(self.scheduler.holders())
         in_flight = Counter(entry.request_id for output in self._unfinished for entry in output.requests)
         self.scheduler.check_integrity(self.requests, in_flight)
+        self._check_moving()
         if not self._texts.keys() <= self.requests.keys():
             raise RuntimeError(f"texts {sorted(self._texts)} outlive the requests {sorted(self.requests)}")
 
@@ -319,6 +373,7 @@ class EngineCore:
         if stream is not None:
             rest = stream.close()
             request.text = stream.text
+        self._drop_move(request)
         self.scheduler.remove(request)
         self.blocks.remember_session(request)
         if not request.num_in_flight:

@@ -14,44 +14,36 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pearl.clock import Clock, WallClock
 from pearl.config import EngineConfig
 from pearl.engine.assembly import Parts, assemble, load_folder
 from pearl.engine.comm.communicator import Communicator
 from pearl.engine.core import CoreSettings, EngineCore, EngineStats
+from pearl.engine.handoff import HandOff
+from pearl.engine.migration.planner import check_layouts
 from pearl.engine.model_folder import generation_defaults
 from pearl.engine.models.config import ModelConfig
 from pearl.engine.philox import derive_seed
 from pearl.engine.request import Completion, Request, RequestUpdate
 from pearl.engine.served_weights import ServedWeights
 from pearl.engine.siblings import Siblings
-from pearl.engine.unserved import Unserved, refuse
-from pearl.protocol import Role, SamplingParams
+from pearl.protocol import KVReservation, Role, SamplingParams
 
 if TYPE_CHECKING:
     from pearl.engine.ending import TextStream
+    from pearl.engine.migration.transport import Transport
     from pearl.engine.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleSwitchReport:
-    """What a change of role cost: `seconds`, and how many requests were moved away, finished first or computed anew."""
-
-    seconds: float
-    moved: int = 0
-    finished: int = 0
-    recomputed: int = 0
-
-
-class Engine(ServedWeights, Unserved):
+class Engine(ServedWeights, HandOff):
     """Serves one model on one device. Not thread-safe: one loop owns it and calls `step`.
 
     `load_weights=False` builds it empty: it serves nothing until `update_weights` has brought a whole version. `text=False`
     leaves the tokenizer out: prompts are ids and `Completion.text` is empty. `clock` gives arrival times; `comm` is the
     Communicator of a tensor-parallel instance, all of whose ranks are called the same: `leader.Leader` sees to that.
+    `transports` are the ways for KV between engines (None: all there are).
     """
 
     def __init__(
@@ -62,20 +54,24 @@ class Engine(ServedWeights, Unserved):
         *,
         load_weights: bool = True,
         text: bool = True,
+        transports: Sequence[Transport] | None = None,
     ) -> None:
+        self.config, self.comm = config, comm
+        if config.role is Role.PREFILL:
+            self._check_moves(f"role={str(config.role)!r}")
         size = 1 if comm is None else comm.size
         if size != config.tensor_parallel:
             raise ValueError(
                 f"comm: has {size} members, must have tensor_parallel={config.tensor_parallel}; LLM starts the others"
             )
         parts: Parts = assemble(config, comm if size > 1 else None)
-        self.config, self.comm = config, comm
         self.model_config = parts.model
         self.max_model_len = parts.max_model_len
         self.kernels_why = parts.why
         self._clock = clock or WallClock()
         self._decoder, self._runner, self._store = parts.decoder, parts.runner, parts.store
         self._own_memory(parts, config.kv_fill)
+        self._own_pool(parts, transports)
         self._text_folder = parts.tokenizer_folder if text else None
         self._tokenizer: Tokenizer | None = None
         self._eos = frozenset(token_id for token_id in parts.model.eos_token_ids if 0 <= token_id < parts.model.vocab_size)
@@ -90,8 +86,11 @@ class Engine(ServedWeights, Unserved):
                 enable_prefix_cache=config.enable_prefix_cache,
                 vocab_size=parts.model.vocab_size,
                 role=config.role,
+                transfer_deadline=config.transfer_deadline_s,
             ),
             self._new_text if self._text_folder is not None else None,
+            name=self._endpoint.worker,
+            words=self._pool.leases,
         )
         self._counter = 0
         self._whole_text: set[str] = set()
@@ -117,7 +116,7 @@ class Engine(ServedWeights, Unserved):
         request_id: str | None = None,
         cache_salt: str | None = None,
         session_id: str | None = None,
-        reservation: Any = None,
+        reservation: KVReservation | None = None,
         *,
         streaming: bool = True,
     ) -> str:
@@ -125,18 +124,14 @@ class Engine(ServedWeights, Unserved):
 
         A string is tokenised as plain text. With `params.n > 1` the siblings share prompt and seed; their updates carry this
         id and their index. `streaming=False` makes the text at the end only, which costs less. A turn of the session
-        `session_id` hashes only what its last turn had not. Raises ValueError.
+        `session_id` hashes only what its last turn had not. With a `reservation` of another engine the request has room there
+        when it is handed over. Raises ValueError.
         """
         if reservation is not None:
-            refuse("reservation", "add_request(reservation=None)")
+            request_id = self._check_reservation(reservation, request_id)
         for field, value in (("request_id", request_id), ("cache_salt", cache_salt), ("session_id", session_id)):
             _check_name(field, value)
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params={params!r}: must be a SamplingParams")
-        if params.stop and self._text_folder is None:
-            raise ValueError(f"stop={params.stop!r}: needs a tokenizer, which this engine has not; use stop_token_ids")
-        ids = self._prompt_ids(prompt)
+        ids, params = self._check_prompt(prompt, params)
         if self._text_folder is not None:
             self._tokenizer = self.tokenizer  # a folder whose tokenizer cannot be read fails here, before anything is queued
         rid = self._next_id() if request_id is None else request_id
@@ -147,6 +142,8 @@ class Engine(ServedWeights, Unserved):
         for index, name in enumerate(names):
             request = self._request(name, ids, params, seed, index)
             request.cache_salt, request.session_id = cache_salt, session_id
+            if reservation is not None and not index:
+                request.reservation_id = reservation.reservation_id
             self._queue(request, streaming)
         self._siblings.open(rid, names)
         self._counter += request_id is None
@@ -179,6 +176,24 @@ class Engine(ServedWeights, Unserved):
             eos_token_ids=frozenset() if params.ignore_eos else self._eos,
             arrival=self._clock.now(),
         )
+
+    def _check_reservation(self, reservation: KVReservation, request_id: str | None) -> str:
+        """The id of the request that has it."""
+        self._check_moves("reservation")
+        if not isinstance(reservation, KVReservation):
+            raise ValueError(f"reservation={reservation!r}: must be a KVReservation")
+        if request_id not in (None, reservation.request_id):
+            raise ValueError(f"request_id={request_id!r}: the reservation is for {reservation.request_id!r}")
+        check_layouts(self._pool.layout, reservation.layout)
+        return reservation.request_id
+
+    def _check_prompt(self, prompt: str | Sequence[int], params: SamplingParams | None) -> tuple[list[int], SamplingParams]:
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params={params!r}: must be a SamplingParams")
+        if params.stop and self._text_folder is None:
+            raise ValueError(f"stop={params.stop!r}: needs a tokenizer, which this engine has not; use stop_token_ids")
+        return self._prompt_ids(prompt), params
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -216,7 +231,9 @@ class Engine(ServedWeights, Unserved):
 
     def _aborted(self, request_id: str) -> list[RequestUpdate]:
         members = self._siblings.members(request_id)
-        return self._outward([update for member in members if (update := self._core.abort(member)) is not None])
+        updates = self._outward([update for member in members if (update := self._core.abort(member)) is not None])
+        self._settle_moves()
+        return updates
 
     def preempt(self, request_id: str) -> None:
         """Takes a running request's blocks away; it is computed again and goes on with the same tokens."""
@@ -246,6 +263,7 @@ class Engine(ServedWeights, Unserved):
         RuntimeError while no whole version of the weights is in. When the model raises (memory, an interrupt), the step has not
         happened.
         """
+        self._poll_moves()
         if not self._store.ready and not self.asleep:
             raise RuntimeError("the engine has no weights: update_weights must bring a whole version before step")
         output = self._core.schedule(self._clock.now())
@@ -262,7 +280,8 @@ class Engine(ServedWeights, Unserved):
         return [update.completion for update in self.step_updates() if update.completion is not None]
 
     def stream(self) -> Iterator[RequestUpdate]:
-        """Steps until nothing is left (or the engine is paused or asleep), yielding every request's new tokens as they come.
+        """Steps until nothing is left (or the engine is paused or asleep), yielding every request's new tokens as they come;
+        what is offered to other engines is not waited for.
 
         What a caller who leaves the loop early has not been given comes with the next step.
         """
@@ -273,7 +292,7 @@ class Engine(ServedWeights, Unserved):
                     yield updates.popleft()
             finally:
                 self._pending[:0] = updates
-            if (self.paused or self.asleep) and not self._pending:
+            if (self.paused or self.asleep or self._core.only_offers) and not self._pending:
                 return
 
     def _outward(self, updates: list[RequestUpdate]) -> list[RequestUpdate]:
@@ -281,16 +300,6 @@ class Engine(ServedWeights, Unserved):
         if self._whole_text:
             self._whole_text.difference_update(update.request_id for update in updates if update.completion is not None)
         return self._siblings.outward(updates)
-
-    # ------------------------------------------------------------------------------------------------ role
-
-    def switch_role(self, role: Role, drain: Literal["handover", "finish"] = "handover") -> RoleSwitchReport:
-        """Changes the role between two steps. No request moves between `mixed` and `decode`, whatever `drain` says."""
-        if drain not in ("handover", "finish"):
-            raise ValueError(f"drain={drain!r}: must be one of handover, finish")
-        start = self._clock.now()
-        self._core.switch_role(role)
-        return RoleSwitchReport(seconds=self._clock.now() - start)
 
     # ------------------------------------------------------------------------------------------------ looking in
 

@@ -23,8 +23,9 @@ from pearl.engine.calls import HeldClock, send_calls, send_end, sent
 from pearl.engine.comm.agreement import agreed, check_same
 from pearl.engine.comm.communicator import CollectiveError, Communicator
 from pearl.engine.core import UpdateMode
-from pearl.engine.engine import Engine, RoleSwitchReport
+from pearl.engine.engine import Engine
 from pearl.engine.request import RequestUpdate
+from pearl.engine.role import Drain, RoleSwitchReport
 from pearl.engine.served_weights import UPDATE_MODES
 from pearl.engine.weights.store import NamedRows
 from pearl.protocol import Role, SamplingParams
@@ -188,7 +189,7 @@ class Leader(Engine):
     def discard_weights(self) -> None:
         self._note(calls.DiscardWeights(now=self._now()), super().discard_weights())
 
-    def switch_role(self, role: Role, drain: Literal["handover", "finish"] = "handover") -> RoleSwitchReport:
+    def switch_role(self, role: Role, drain: Drain = "handover") -> RoleSwitchReport:
         now = self._now()
         return self._note(calls.SwitchRole(now=now, role=role, drain=drain), super().switch_role(role, drain))
 

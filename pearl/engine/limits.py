@@ -14,7 +14,10 @@ from pearl.protocol import Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreSettings:
-    """Sizes of one engine: `block_size` tokens x `num_blocks` blocks; other sizes in tokens and requests as in EngineConfig."""
+    """Sizes of one engine: `block_size` tokens x `num_blocks` blocks; other sizes in tokens and requests as in EngineConfig.
+
+    `transfer_deadline`: seconds for which an offer, an arrival or a credit is held.
+    """
 
     block_size: int
     num_blocks: int
@@ -25,6 +28,7 @@ class CoreSettings:
     decode_prefill_tokens: int = 256
     enable_prefix_cache: bool = True
     role: Role = Role.MIXED
+    transfer_deadline: float = 30.0
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "max_num_seqs", "max_batch_tokens", "vocab_size", "decode_prefill_tokens"):

@@ -139,6 +139,8 @@ class LLM:
                 raise RuntimeError("the engine is paused or asleep: resume or wake it before generating")
             for completion in self.engine.step():
                 done[completion.request_id].append(completion)
+            for transfer in () if isinstance(self.engine, Leader) else self.engine.take_handoffs():
+                self.engine.finish_export(transfer.transfer_id, ok=False)  # there is no other engine
         return [one for request_id in queued for one in sorted(done[request_id], key=lambda completion: completion.index)]
 
 

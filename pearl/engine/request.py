@@ -6,6 +6,7 @@
 Invariants of a Request
 - `token_ids[:num_prompt_tokens]` is the prompt; the rest are sampled ids, at most the last of them -1 (drawn by an output
   that has not been finished yet).
+- PARKED: on its way to or from another engine; it holds no blocks itself.
 - `num_written_tokens <= num_computed_tokens <= len(token_ids)`: KV known to be in the pool, KV scheduled to be computed, all.
 - `logprobs`, `weight_versions` (and `top_logprobs` if asked) have one entry per finished sampled token.
 """
@@ -24,6 +25,7 @@ PLACEHOLDER = -1
 class RequestStatus(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
+    PARKED = "parked"
     FINISHED = "finished"
 
 
@@ -54,6 +56,10 @@ class Request:
     """False once its KV mixes weight versions: it registers no more blocks in the prefix cache."""
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    stays: bool = False
+    """Goes on here whatever the role: nobody took it, or it was placed here on purpose."""
+    reservation_id: str | None = None
+    """The credit that another engine has given for it."""
 
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
@@ -67,6 +73,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether all but its last sampled token is written: nothing is left to do but the next token."""
+        return self.num_prompt_tokens < len(self.token_ids) == self.num_written_tokens + 1
 
     @property
     def output_token_ids(self) -> list[int]:

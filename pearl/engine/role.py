@@ -1,42 +1,72 @@
 """What a role means to the batch scheduler: a value computed from `Role`, and the value that says how a role changed.
 
-Owns the only place where a role is looked at. It does not know requests or blocks. Invariant: a role changes numbers that
-the one scheduler reads; it never refuses a request.
+Owns the only place where a role is looked at. It does not know blocks or how requests move. Invariant: a role changes numbers
+that the one scheduler reads, and whether finished prompts are offered to other engines; it never refuses a request.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
+from pearl.engine.request import Request
 from pearl.protocol import Role
 
-SERVED_ROLES = (Role.MIXED, Role.DECODE)
+Drain = Literal["handover", "finish", "recompute"]
+DRAINS = ("handover", "finish", "recompute")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolePolicy:
-    """`prefill_tokens`: how many tokens of a step may go to requests that are more than one token behind."""
+    """`prefill_tokens`: how many tokens of a step may go to requests that are more than one token behind.
+
+    `hands_over`: requests whose prompt is computed leave with their first token instead of being decoded here.
+    """
 
     role: Role
     prefill_tokens: int
+    hands_over: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSwitch:
-    """A carried-out change of role. `epoch` counts the changes of this engine; messages of older epochs are stale."""
+    """A change of role. `epoch` counts the changes of this engine; credits of older epochs are void.
+
+    `leaving` are the running requests that the new role does not go on with.
+    """
 
     old: Role
     new: Role
     epoch: int
+    leaving: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSwitchReport:
+    """What a change of role cost: `seconds`, and how many requests were offered to other engines, finished first or are
+    computed anew."""
+
+    seconds: float
+    moved: int = 0
+    finished: int = 0
+    recomputed: int = 0
 
 
 def plan_role(role: Role, *, max_batch_tokens: int, decode_prefill_tokens: int) -> RolePolicy:
-    """The scheduler's view of `role`. MIXED: all of the budget may catch up. DECODE: at most `decode_prefill_tokens`.
+    """The scheduler's view of `role`. MIXED, PREFILL: all of the budget may catch up. DECODE: at most `decode_prefill_tokens`.
 
-    Raises ValueError for a role that is not served.
+    Raises ValueError for what is no role.
     """
-    if role not in SERVED_ROLES:
-        valid = ", ".join(served.value for served in SERVED_ROLES)
-        raise ValueError(f"role={str(role)!r}: hand-over of KV is not served by this release, must be one of {valid}")
+    if role not in tuple(Role):
+        raise ValueError(f"role={str(role)!r}: must be one of {', '.join(Role)}")
+    role = Role(role)
     catching_up = decode_prefill_tokens if role is Role.DECODE else max_batch_tokens
-    return RolePolicy(role=role, prefill_tokens=min(catching_up, max_batch_tokens))
+    return RolePolicy(role=role, prefill_tokens=min(catching_up, max_batch_tokens), hands_over=role is Role.PREFILL)
+
+
+def plan_switch(old: RolePolicy, new: RolePolicy, running: Iterable[Request], epoch: int) -> RoleSwitch:
+    """Of the `running` requests those leave that are being decoded, when decoding is what the new role hands over."""
+    decoding = [request.request_id for request in running if request.is_decoding and not request.num_in_flight]
+    leaving = decoding if new.hands_over and not old.hands_over else []
+    return RoleSwitch(old=old.role, new=new.role, epoch=epoch, leaving=tuple(leaving))

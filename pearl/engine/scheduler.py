@@ -70,6 +70,10 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: dict[str, Request] = {}
         self.draining: dict[str, Request] = {}
+        self.parked: dict[str, Request] = {}
+        """On their way to or from another engine; they hold no blocks."""
+        self.num_reserved = 0
+        """Places among the running that are kept for requests to come."""
         self.num_preemptions = 0
         self._blocked: tuple[Request, int, int] | None = None
         """The head of the queue that found no room, with the available blocks and the running requests at that time."""
@@ -82,7 +86,8 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Takes an ended request out; the caller has set its status to FINISHED."""
-        if self.running.pop(request.request_id, None) is None:
+        name = request.request_id
+        if self.running.pop(name, None) is None and self.parked.pop(name, None) is None:
             self.waiting.remove(request)
             self._blocked = None
         self._release(request)
@@ -95,6 +100,45 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.appendleft(request)
         self._release(request)
+
+    def park(self, request: Request) -> None:
+        """Takes a running or waiting request out of the way of steps; its blocks are whoever's lease keeps them."""
+        if self.running.pop(request.request_id, None) is None:
+            self.waiting.remove(request)
+            self._blocked = None
+        self.parked[request.request_id] = request
+        request.status = RequestStatus.PARKED
+        self.blocks.free(request)
+
+    def unpark(self, request: Request) -> None:
+        """A parked request that has its blocks again runs."""
+        del self.parked[request.request_id]
+        request.status = RequestStatus.RUNNING
+        self.running[request.request_id] = request
+
+    def requeue(self, request: Request, *, lost: bool = False) -> None:
+        """A parked request goes to the front of the waiting ones. `lost`: there was KV of it, which is computed again."""
+        del self.parked[request.request_id]
+        request.status = RequestStatus.WAITING
+        request.num_preemptions += lost
+        self.num_preemptions += lost
+        self.waiting.appendleft(request)
+        self._reset(request)
+
+    @property
+    def has_seat(self) -> bool:
+        """Whether one more request may run, those parked and reserved for counted as running."""
+        return len(self.running) + len(self.parked) + self.num_reserved < min(self.max_num_seqs, self.max_batch_tokens)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the first of the waiting requests has found no room."""
+        return bool(self.waiting) and self._blocked is not None and self._blocked[0] is self.waiting[0]
+
+    @property
+    def num_spare(self) -> int:
+        """Blocks that admission leaves free for the running requests."""
+        return len(self.running) // RUNNING_PER_SPARE_BLOCK
 
     def settle(self, request: Request) -> None:
         """The last unfinished output that holds a draining request is finished: its blocks are free now."""
@@ -110,14 +154,15 @@ class Scheduler:
         """Each of the core's requests is in one place, holds blocks only where it may, and is in as many unfinished outputs
         as `in_flight` says; raises RuntimeError naming the one that is not."""
         waiting = {request.request_id for request in self.waiting}
-        strays = (waiting | self.running.keys() | self.draining.keys()) - requests.keys()
+        strays = (waiting | self.running.keys() | self.draining.keys() | self.parked.keys()) - requests.keys()
         if strays:
             raise RuntimeError(f"the scheduler holds requests {sorted(strays)} that the core does not know")
         for request_id, request in requests.items():
-            places = (request_id in self.running, request_id in waiting, request.status is RequestStatus.FINISHED)
+            parked, finished = request_id in self.parked, request.status is RequestStatus.FINISHED
+            places = (request_id in self.running, request_id in waiting, parked, finished)
             if sum(places) != 1 or in_flight.get(request_id, 0) != request.num_in_flight:
                 counts = f"in flight {request.num_in_flight}, unfinished outputs {in_flight.get(request_id, 0)}"
-                raise RuntimeError(f"request {request_id!r}: running, waiting, finished = {places}, {counts}")
+                raise RuntimeError(f"request {request_id!r}: running, waiting, parked, finished = {places}, {counts}")
             if request.block_table and not places[0] and request_id not in self.draining:
                 raise RuntimeError(f"request {request_id!r} is {request.status.value} but holds {request.block_table}")
 
@@ -147,6 +192,8 @@ class Scheduler:
                 continue
             if not missing and self._ends_with_next_token(request):
                 continue
+            if self.policy.hands_over and not request.stays and request.num_computed_tokens >= request.num_prompt_tokens:
+                continue  # its prompt is computed: it leaves as soon as its token is known
             if plan.tokens_left and self._make_room(plan, request, request.num_computed_tokens + 1):
                 if not missing:
                     request.token_ids.append(PLACEHOLDER)
@@ -159,15 +206,14 @@ class Scheduler:
         return num_tokens
 
     def _admit(self, plan: _Step, catch_up: int, weight_version: int) -> None:
-        while self.waiting and catch_up and len(self.running) < self.max_num_seqs:
+        while self.waiting and catch_up and self.has_seat:
             request = self.waiting[0]
             if request.num_in_flight or self._still_blocked(request):
                 return
             available = self.blocks.num_available
             self.blocks.match_prefix(request, weight_version)
-            spare = len(self.running) // RUNNING_PER_SPARE_BLOCK
             missing = self.blocks.num_missing(request, len(request.token_ids))
-            if missing + spare > self.blocks.num_available or not self.blocks.grow(request, len(request.token_ids)):
+            if missing + self.num_spare > self.blocks.num_available or not self.blocks.grow(request, len(request.token_ids)):
                 self.blocks.free(request)
                 self._blocked = (request, available, len(self.running))
                 return

@@ -255,8 +255,8 @@ def test_pause_and_roles():
     core.pause()
     assert driver.step().requests == () and core.stats().paused
     core.resume()
-    with pytest.raises(ValueError, match="mixed, decode"):
-        core.switch_role(Role.PREFILL)
+    with pytest.raises(ValueError, match="mixed, prefill, decode"):
+        core.switch_role("boss")
     assert core.stats().epoch == 0
     switch = core.switch_role(Role.DECODE)
     assert (switch.old, switch.new, switch.epoch) == (Role.MIXED, Role.DECODE, 1)

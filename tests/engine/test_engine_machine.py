@@ -20,17 +20,22 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 from weight_cases import config_of
 
+from pearl.clock import VirtualClock
 from pearl.config import EngineConfig
 from pearl.engine.engine import Engine
-from pearl.engine.request import Completion, RequestUpdate
-from pearl.protocol import Role, SamplingParams
+from pearl.engine.request import Completion, RequestStatus, RequestUpdate
+from pearl.protocol import KVTransfer, Role, SamplingParams
 
 STEMS = [hf_models.prompt(24), hf_models.prompt(24, seed=1)]
 SEEDS = 3
 MODES = st.sampled_from(["keep", "recompute", "abort"])
 FAULTS = st.sampled_from([None, None, None, "missing", "not finite"])
 WAYS = st.sampled_from(["staged", "streaming"])
+DRAINS = st.sampled_from(["handover", "handover", "finish", "recompute"])
+ANSWERS = st.sampled_from(["taken", "taken", "refused", "lost"])
+DEADLINE = 4.0
 MOST_STEPS = 3000
+
 ADDS = st.fixed_dictionaries(
     {
         "stem": st.sampled_from(STEMS),
@@ -73,8 +78,13 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(sizes=SIZES, slots=st.sampled_from([12, 24, 48, 96]), adds=st.lists(ADDS, min_size=2, max_size=5), steps=STEPS)
     def build(self, sizes: dict, slots: int, adds: list[dict], steps: int) -> None:
         num_blocks = slots // sizes["block_size"]
-        fixed = EngineConfig(model=config(), dtype="float32", kv_fill=math.nan, num_blocks=num_blocks, **sizes)
-        self.engine = Engine(fixed, load_weights=False, text=False)
+        fixed = EngineConfig(
+            model=config(), dtype="float32", kv_fill=math.nan, num_blocks=num_blocks, transfer_deadline_s=DEADLINE, **sizes
+        )
+        self.clock = VirtualClock()
+        self.engine = Engine(fixed, self.clock, load_weights=False, text=False)
+        self.peer = Engine(fixed, self.clock, load_weights=False, text=False)
+        self.away: set[str] = set()
         self.slots = num_blocks * sizes["block_size"]
         self.max_model_len = sizes["max_model_len"]
         self.version, self.next_version, self.seeds = -1, 0, {}
@@ -123,6 +133,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.one_step()
 
     def one_step(self) -> None:
+        self.clock.advance(1.0)
         if self.version < 0 and not self.engine.asleep:
             with pytest.raises(RuntimeError, match="no weights"):
                 self.engine.step_updates()
@@ -155,7 +166,9 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 5), what=st.sampled_from(["abort", "preempt", "preempt", "preempt"]), steps=STEPS)
     def interfere(self, number: int, what: str, steps: int) -> None:
         rid = list(self.asked)[-1 - number % len(self.asked)]
-        if what == "abort":
+        if what == "abort" and rid in self.away:
+            assert not self.engine.abort(rid)
+        elif what == "abort":
             assert self.engine.abort(rid) is (rid not in self.done and rid not in self.aborted)
             self.aborted |= {rid} - self.done.keys()
         else:
@@ -163,15 +176,71 @@ class EngineMachine(RuleBasedStateMachine):
             self.observe()
         self.run_steps(steps)
 
-    @rule(what=st.sampled_from(["pause", "mixed", "decode", "reset"]), steps=STEPS)
-    def switch(self, what: str, steps: int) -> None:
+    @rule(what=st.sampled_from(["pause", "reset"]), steps=STEPS)
+    def disturb(self, what: str, steps: int) -> None:
         if what == "reset":
             self.engine.reset_prefix_cache()
             assert self.engine.stats().cached_blocks == 0
-        elif what == "pause":
-            self.engine.pause()
         else:
-            self.engine.switch_role(Role(what))
+            self.engine.pause()
+        self.run_steps(steps)
+
+    # ------------------------------------------------------------------------------------------------ roles and hand-offs
+
+    @rule(role=st.sampled_from([Role.PREFILL, Role.PREFILL, Role.MIXED, Role.DECODE]), drain=DRAINS, steps=STEPS)
+    def switch(self, role: Role, drain: str, steps: int) -> None:
+        before = self.engine.stats()
+        blind = self.engine.paused or self.engine.asleep or self.version < 0
+        if drain == "finish" and role is Role.PREFILL and before.role is not Role.PREFILL and blind:
+            with pytest.raises(ValueError, match="nothing would finish"):
+                self.engine.switch_role(role, drain)
+            assert self.engine.stats() == before
+        else:
+            report = self.engine.switch_role(role, drain)
+            assert self.engine.stats().role is role and self.engine.stats().epoch == before.epoch + 1
+            assert drain == "finish" or report.finished == 0
+        self.observe()
+        self.run_steps(steps)
+
+    @rule(answer=ANSWERS, steps=STEPS)
+    def hand_over(self, answer: str, steps: int) -> None:
+        """What is offered goes to another engine, or nobody takes it, or nobody answers."""
+        for transfer in self.engine.take_handoffs():
+            self.answer(transfer, answer)
+        self.run_steps(steps)
+
+    @rule(number=st.integers(0, 5), answer=ANSWERS, steps=STEPS)
+    def export(self, number: int, answer: str, steps: int) -> None:
+        here = (RequestStatus.RUNNING, RequestStatus.WAITING)
+        found = [rid for rid, request in self.engine._core.requests.items() if request.status in here]
+        if found:
+            self.answer(self.engine.export_kv(found[number % len(found)]), answer)
+        self.run_steps(steps)
+
+    def answer(self, transfer: KVTransfer, answer: str) -> None:
+        if answer == "lost":
+            return
+        ok = False
+        if answer == "taken":
+            if self.peer.weight_version < max(0, self.version):
+                self.peer._store.declare(max(0, self.version))
+                self.peer._core.set_weight_version(max(0, self.version))
+            ok = self.peer.import_kv(transfer)
+        self.engine.finish_export(transfer.transfer_id, ok)
+        self.away |= {transfer.request_id} if ok else set()
+        self.peer.check_integrity()
+
+    @rule(steps=STEPS)
+    def bring_back(self, steps: int) -> None:
+        """What the other engine took, which computes nothing, comes back if there is room."""
+        for rid in sorted(self.away):
+            transfer = self.peer.export_kv(rid)
+            ok = self.engine.import_kv(transfer)
+            self.peer.finish_export(transfer.transfer_id, ok)
+            if ok:
+                self.away.discard(rid)
+        self.peer.check_integrity()
+        self.observe()
         self.run_steps(steps)
 
     # ------------------------------------------------------------------------------------------------ weights
@@ -236,12 +305,14 @@ class EngineMachine(RuleBasedStateMachine):
     def came_in(self, version: int, mode: str, started: set[str]) -> None:
         self.version, self.next_version = version, max(self.next_version, version + 1)
         core = self.engine._core
+        started -= self.away
         assert (mode == "abort" and bool(started)) is not (started <= core.requests.keys())
-        self.changed |= core.requests.keys()
+        self.changed |= core.requests.keys() | self.away
+        self.mixed |= self.away
         if mode == "keep":
-            self.mixed |= core.scheduler.running.keys()
+            self.mixed |= core.scheduler.running.keys() | core.scheduler.parked.keys()
         elif mode == "abort":
-            self.aborted |= self.asked.keys() - core.requests.keys() - self.done.keys()
+            self.aborted |= self.asked.keys() - core.requests.keys() - self.done.keys() - self.away
         self.observe()
 
     def lose(self) -> None:
@@ -252,8 +323,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(weights=st.sampled_from(["keep", "keep", "drop"]), steps=STEPS)
     def sleep(self, weights: str, steps: int) -> None:
-        if self.engine.asleep:
-            with pytest.raises(ValueError, match="asleep"):
+        if self.engine.asleep or self.engine.stats().offered:
+            with pytest.raises(ValueError, match="asleep" if self.engine.asleep else "leases"):
                 self.engine.sleep(weights)
         else:
             self.engine.sleep(weights)
@@ -271,7 +342,8 @@ class EngineMachine(RuleBasedStateMachine):
         counted = stats.free_blocks + stats.cached_blocks + stats.used_blocks + stats.leased_blocks
         assert counted == stats.total_blocks and stats.weight_version == self.version
         assert stats.asleep is self.engine.asleep
-        assert stats.waiting + stats.running == len(self.asked) - len(self.done.keys() | self.aborted)
+        here = stats.waiting + stats.running + stats.offered
+        assert here == len(self.asked) - len(self.done.keys() | self.aborted | self.away)
 
     def check(self, completion: Completion) -> None:
         prompt, params = self.asked[completion.request_id]
@@ -308,9 +380,11 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.heal()
         for _ in range(MOST_STEPS):
-            if not self.engine.has_unfinished():
+            if not self.engine.has_unfinished() and not self.away:
                 break
-            self.one_step()
+            self.bring_back(1)
+        self.peer.reset_prefix_cache()
+        assert self.peer.stats().free_blocks == self.peer.stats().total_blocks
         assert self.done.keys() == self.asked.keys()
         assert {rid for rid, completion in self.done.items() if completion.finish_reason == "abort"} == self.aborted
         self.engine.reset_prefix_cache()

@@ -205,11 +205,11 @@ def test_nothing_possible_is_an_error_and_not_a_loop():
 
 def test_roles_are_numbers():
     sizes = {"max_batch_tokens": 64, "decode_prefill_tokens": 100}
-    assert plan_role(Role.MIXED, **sizes) == RolePolicy(role=Role.MIXED, prefill_tokens=64)
+    assert plan_role(Role.MIXED, **sizes) == RolePolicy(role=Role.MIXED, prefill_tokens=64, hands_over=False)
     assert plan_role(Role.DECODE, **sizes).prefill_tokens == 64
     assert plan_role(Role.DECODE, max_batch_tokens=64, decode_prefill_tokens=5).prefill_tokens == 5
-    with pytest.raises(ValueError, match=r"not served by this release.*mixed, decode"):
-        plan_role(Role.PREFILL, **sizes)
+    with pytest.raises(ValueError, match=r"boss.*mixed, prefill, decode"):
+        plan_role("boss", **sizes)
 
 
 @every_mode

@@ -1,0 +1,103 @@
+"""Requests on their way from one engine to another: what travels beside the KV itself.
+
+Owns the types and nothing else; no tensors, sockets or clocks. Invariant: a KVTransfer holds everything that a request is, so
+that its receiver can go on with the same tokens even if not one byte of KV arrives.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pearl.sampling_params import SamplingParams
+
+
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """What the bytes of a pool kv[layer, 2, block, kv_head, ...] mean. Two pools can exchange blocks if all fields are equal.
+
+    `num_kv_heads` are those of one rank; `order` is the kernels' order inside a (block, head).
+    """
+
+    dtype: str
+    block_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    order: str
+
+
+class KVEndpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a pool is. `addresses`: name of a transport -> where that transport finds the pool, in its own words."""
+
+    worker: str
+    host: str
+    pid: int
+    num_blocks: int
+    addresses: dict[str, str]
+
+
+class RequestState(msgspec.Struct, frozen=True, kw_only=True):
+    """A request between two steps. Fields as in `engine.request.Request`; text is made again from the tokens.
+
+    `request_id` is what its caller knows, `name` the engine's own for one of n siblings. `cacheable`: its KV is all of one
+    weight version. `streaming`: its text is given out as it comes.
+    """
+
+    request_id: str
+    name: str
+    index: int
+    params: SamplingParams
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_tokens: int
+    seed: int
+    stop_token_ids: list[int]
+    eos_token_ids: list[int]
+    cache_salt: str | None
+    session_id: str | None
+    cacheable: bool
+    streaming: bool
+    num_cached_tokens: int
+    num_preemptions: int
+    logprobs: list[float]
+    top_logprobs: list[dict[int, float]]
+    prompt_logprobs: list[float | None]
+    weight_versions: list[int]
+
+
+class KVTransfer(msgspec.Struct, frozen=True, kw_only=True):
+    """An offer to go on with a request: all of it, and where the KV of its first `num_written_tokens` tokens lies.
+
+    `blocks` (of the source's pool, in order) are leased for at most `deadline` seconds from when the offer was made; after
+    that, or once the offer was finished or withdrawn, they may hold anything. Who reads them checks afterwards that the word
+    of the last block (see `migration.transport.LeaseWords`) still is `lease_word`.
+    """
+
+    transfer_id: str
+    request_id: str
+    state: RequestState
+    source: KVEndpoint
+    blocks: list[int]
+    lease_word: int
+    num_written_tokens: int
+    layout: KVLayout
+    weight_version: int
+    epoch: int
+    deadline: float
+    reservation_id: str | None = None
+
+
+class KVReservation(msgspec.Struct, frozen=True, kw_only=True):
+    """A credit: room for a prompt and its first token in `destination`, held for `deadline` seconds from when it was given.
+
+    The first `num_cached_tokens` tokens are there already and need not be sent.
+    """
+
+    reservation_id: str
+    request_id: str
+    destination: KVEndpoint
+    blocks: list[int]
+    num_cached_tokens: int
+    layout: KVLayout
+    weight_version: int
+    epoch: int
+    deadline: float
