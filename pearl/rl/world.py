@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ import torch.distributed as dist
 from pearl.config import Config
 from pearl.engine.comm.communicator import Communicator, GroupCommunicator
 from pearl.engine.engine import Engine
+from pearl.engine.weights.snapshot import Snapshot, SnapshotPlan, SnapshotReader
 from pearl.rl.layout import JobLayout
+from pearl.rl.node_publisher import SnapshotTaker, SnapshotWriter
 from pearl.rl.publisher import LocalPublisher, RankPublisher, ReceivingPublisher, SendingPublisher
 from pearl.rl.rank import Publisher
 from pearl.rl.trainer import Trainer
@@ -110,19 +113,49 @@ def build_parts(
     if rank in layout.serving:
         engine_config = dataclasses.replace(config.engine, model=str(folder), seed=config.seed)
         engine = Engine(engine_config, load_weights=False, text=False)
-    publisher = _publisher(layout, trainer, engine, groups.publish)
+    snapshot = _snapshot(config, layout, rank, store, trainer, engine)
+    publisher = _publisher(layout, trainer, engine, groups.publish, snapshot, config.timeouts.command_s)
     if config.check_weights:
         publisher = CheckedPublisher(publisher, trainer, engine, getattr(torch, config.engine.dtype))
     return Parts(trainer=trainer, engine=engine, publisher=publisher)
 
 
+def _snapshot(
+    config: Config, layout: JobLayout, rank: int, store: dist.Store, trainer: Trainer | None, engine: Engine | None
+) -> Snapshot | SnapshotReader | None:
+    """Rank 0's snapshot, for the serving ranks a view of it. None if there is none: one rank alone, or several machines."""
+    members = layout.publish_members
+    if layout.takes_turns or rank not in members:
+        return None
+    store.set(f"host/{rank}", socket.gethostname())
+    hosts = {store.get(f"host/{member}") for member in members}
+    if len(hosts) > 1:
+        return None
+    if trainer is not None:
+        snapshot = Snapshot(trainer.model_config, getattr(torch, config.engine.dtype))
+        store.set("snapshot", snapshot.address)
+        return snapshot
+    assert engine is not None
+    plan = SnapshotPlan.of(engine.model_config, getattr(torch, config.engine.dtype))
+    return SnapshotReader.attach(store.get("snapshot").decode(), plan)
+
+
 def _publisher(
-    layout: JobLayout, trainer: Trainer | None, engine: Engine | None, comm: Communicator | None
+    layout: JobLayout,
+    trainer: Trainer | None,
+    engine: Engine | None,
+    comm: Communicator | None,
+    snapshot: Snapshot | SnapshotReader | None,
+    timeout_s: float,
 ) -> RankPublisher:
     if layout.takes_turns and trainer is not None and engine is not None:
         return LocalPublisher(trainer, engine)
     if trainer is not None:
-        return SendingPublisher(trainer, comm)
+        if isinstance(snapshot, Snapshot):
+            return SnapshotWriter(trainer, snapshot, timeout_s=timeout_s)
+        return SendingPublisher(trainer, comm, timeout_s=timeout_s)
     if engine is None or comm is None:
         raise RuntimeError("a rank that does not train must serve, and be in the publish group")
-    return ReceivingPublisher(engine, comm)
+    if isinstance(snapshot, SnapshotReader):
+        return SnapshotTaker(engine, snapshot, timeout_s=timeout_s)
+    return ReceivingPublisher(engine, comm, timeout_s=timeout_s)

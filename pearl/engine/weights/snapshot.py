@@ -179,16 +179,16 @@ class Draft:
     """A slot that is being filled: nobody can read it before `finish`. One of `finish` and `discard` must be called."""
 
     def __init__(self, snapshot: Snapshot, slot: int, version: int, messages: tuple[Message, ...]) -> None:
-        self._snapshot, self._slot = snapshot, slot
+        self._snapshot, self.slot = snapshot, slot
         self.version, self.messages = version, messages
 
     def finish(self) -> None:
         """The messages are all sealed for `version`, checked and finite: lets others read them."""
         digest = digest_of(self.messages)
-        self._snapshot._close_draft(self._slot, self.version, digest)
+        self._snapshot._close_draft(self.slot, self.version, digest)
 
     def discard(self) -> None:
-        self._snapshot._close_draft(self._slot, -1, 0)
+        self._snapshot._close_draft(self.slot, -1, 0)
 
 
 class Snapshot:
@@ -211,6 +211,7 @@ class Snapshot:
         self._words[:4] = torch.tensor(self.plan.identity)
         self._words[IDENTITY - 1] = self._slots = slots
         self._messages = [self.plan.messages(self._memory, slot) for slot in range(slots)]
+        self._expected, self._places = Expected.of(config), [_places_in(messages) for messages in self._messages]
         self._drafting = threading.Lock()
 
     def reader(self) -> SnapshotReader:
@@ -232,7 +233,7 @@ class Snapshot:
         if draft is None:
             return False
         try:
-            _Filling(self.plan, draft).take_all(tensors)
+            _Filling(self._expected, self._places[draft.slot], draft).take_all(tensors)
             draft.finish()
         except BaseException:
             draft.discard()
@@ -260,7 +261,7 @@ class Snapshot:
 
     def close(self) -> None:
         """Gives the memory back once no reader has it mapped any more. Nothing of the snapshot may be used afterwards."""
-        self._messages, fd, self._fd = [], self._fd, -1
+        self._messages, self._places, fd, self._fd = [], [], self._fd, -1
         if fd >= 0:
             os.close(fd)
 
@@ -278,21 +279,29 @@ class Snapshot:
 
     def _close_draft(self, slot: int, version: int, digest: int) -> None:
         self._words[DIGESTS + slot] = digest
+        _lock(self._fd, UNLOCKED, slot)  # first, so that whoever sees the version can have it
         self._words[VERSIONS + slot] = version
-        _lock(self._fd, UNLOCKED, slot)
         self._drafting.release()
+
+
+Places = dict[str, list[tuple[int, Tensor, int]]]
+"""For each tensor its pieces: number of the bucket, the rows there, number of the first row."""
+
+
+def _places_in(messages: Iterable[Message]) -> Places:
+    places: Places = {}
+    for index, message in enumerate(messages):
+        for name, rows, start in message.rows:
+            places.setdefault(name, []).append((index, rows, start))
+    return places
 
 
 class _Filling:
     """Tensors, in any order, on their way into a draft. A bucket is checked and sealed when its last piece has come."""
 
-    def __init__(self, plan: SnapshotPlan, draft: Draft) -> None:
-        self._draft, self._expected = draft, Expected.of(plan.config)
-        self._places: dict[str, list[tuple[int, Tensor, int]]] = {}
+    def __init__(self, expected: Expected, places: Places, draft: Draft) -> None:
+        self._draft, self._expected, self._places = draft, expected, places
         self._due = [len(message.rows) for message in draft.messages]
-        for index, message in enumerate(draft.messages):
-            for name, rows, start in message.rows:
-                self._places.setdefault(name, []).append((index, rows, start))
 
     @torch.no_grad()
     def take_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -316,7 +325,7 @@ class _Filling:
 
     def _take(self, name: str, tensor: Tensor) -> None:
         for index, rows, start in self._places[name]:
-            rows.copy_(tensor[start : start + len(rows)])
+            rows.copy_(tensor if rows.shape == tensor.shape else tensor[start : start + rows.shape[0]])
             self._due[index] -= 1
             if not self._due[index]:
                 message = self._draft.messages[index]

@@ -58,8 +58,9 @@ class WeightStore:
         self._spare: dict[str, Tensor] = {}
         self._adopts_memory = self._whole and all(kernels.pack(value) is value for value in params.values())
         self._adopted: list[Bundle] = []
+        self._last_adopted: list[Bundle] = []
         self._bundles: dict[int, Bundle] = {}
-        """What was adopted before, by the identity of what it came in."""
+        """What was adopted for the last two versions (a sender may use two memories in turn), by the identity of the tuple."""
         self._doubles: dict[str, Tensor] = {}
         """Tensors beside the model's own, held back for a comparison."""
 
@@ -115,7 +116,8 @@ class WeightStore:
         for name, staged in self._staged.items():
             self._make_live(name, staged)
         kept = {} if self._in_place else self._staged
-        self._bundles = {id(bundle.tensors): bundle for bundle in self._adopted}
+        self._bundles = {id(bundle.tensors): bundle for bundle in (*self._last_adopted, *self._adopted)}
+        self._last_adopted = self._adopted
         self._version = version
         self.discard()
         self._spare = kept
