@@ -98,4 +98,4 @@ def test_a_serving_rank_waits_for_the_policy_but_not_for_ever(tmp_path: Path) ->
 
 def test_a_rank_without_any_part_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="must serve"):
-        world._publisher(JobLayout(world=2, train_ranks=1), None, None, None)
+        world._publisher(JobLayout(world=2, train_ranks=1), None, None, None, None, 1.0)
