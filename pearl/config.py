@@ -55,6 +55,8 @@ class EngineConfig:
         one_of("engine.dtype", self.dtype, DTYPES)
         one_of("engine.kernels", self.kernels, ("auto", "reference"))
         one_of("engine.load_format", self.load_format, ("auto", "dummy"))
+        if self.deterministic is not False:
+            raise ValueError(f"engine.deterministic={self.deterministic!r}: must be False, equal bits are not promised yet")
         if self.num_blocks is not None:
             at_least(self, "engine", 1, "num_blocks", whole=True)
         if self.max_model_len is not None:
@@ -264,6 +266,8 @@ class Config:
         if self.engine.tensor_parallel != 1:
             several = f"engine.tensor_parallel={self.engine.tensor_parallel}"
             raise ValueError(f"{several}: a job serves with engines of 1 rank in this release; LLM takes more")
+        if self.engine.role is Role.PREFILL:
+            raise ValueError("engine.role='prefill': must be mixed or decode, a job's engines hand nothing over yet")
         above_zero(self.rollout, "rollout", "temperature")
         at_least(self, "", 0, "seed", "save_steps", "eval_steps", whole=True)
         if not isinstance(self.output_dir, str) or not self.output_dir.strip():

@@ -134,7 +134,8 @@ class MovingRequests:
         export = self.exports.get(transfer_id)
         if export is None:
             self.num_stale_messages += 1
-            request = self.requests.get(self._lapsed.pop(transfer_id, ""))
+            lapsed = self._lapsed.pop(transfer_id, None)
+            request = None if lapsed is None else self.requests.get(lapsed)
             if not ok or request is None or request.status is RequestStatus.FINISHED:
                 return None
             return self._forget(request)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from pearl.config import Config
 from pearl.engine.comm.communicator import Communicator, GroupCommunicator
 from pearl.engine.engine import Engine
+from pearl.engine.node import node
 from pearl.engine.weights.snapshot import Snapshot, SnapshotPlan, SnapshotReader
 from pearl.rl.layout import JobLayout
 from pearl.rl.node_publisher import SnapshotTaker, SnapshotWriter
@@ -127,9 +127,8 @@ def _snapshot(
     members = layout.publish_members
     if layout.takes_turns or rank not in members:
         return None
-    store.set(f"host/{rank}", socket.gethostname())
-    hosts = {store.get(f"host/{member}") for member in members}
-    if len(hosts) > 1:
+    store.set(f"node/{rank}", node())
+    if len({store.get(f"node/{member}") for member in members}) > 1:
         return None
     if trainer is not None:
         snapshot = Snapshot(trainer.model_config, getattr(torch, config.engine.dtype))

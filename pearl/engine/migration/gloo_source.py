@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import socket
 import threading
+import time
 from collections.abc import Sequence
 
 from pearl.engine.comm.communicator import Pending
@@ -22,6 +23,7 @@ from pearl.engine.migration.transport import Pool
 from pearl.kv_transfer import KVTransfer
 
 Offer = tuple[KVTransfer, Pool]
+ACCEPT_PAUSE_S = 0.05
 
 
 class GlooSource:
@@ -53,9 +55,11 @@ class GlooSource:
         while not self._closing:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
-            link = Link(connection, self._timeout_s)
+                link = Link(connection, self._timeout_s)
+            except OSError as error:  # out of descriptors, or a receiver that has gone again: others may come
+                self.problems = [*self.problems[-9:], str(error)]
+                time.sleep(ACCEPT_PAUSE_S)
+                continue
             self._links.add(link)
             threading.Thread(target=self._converse, args=(link,), daemon=True, name="kv receiver").start()
 

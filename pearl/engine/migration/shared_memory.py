@@ -9,10 +9,8 @@ the memory of the dead is not kept.
 from __future__ import annotations
 
 import fcntl
-import functools
 import os
 import weakref
-from pathlib import Path
 
 import msgspec
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from pearl.engine.arena import Arena
 from pearl.engine.migration.transport import LeaseWords
+from pearl.engine.node import node
 
 
 class FileAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,12 +39,6 @@ def own_address(file: int) -> FileAddress:
     start = _start(pid)
     assert start is not None
     return FileAddress(node=node(), pid=pid, start=start, file=file, inode=status.st_ino, nbytes=status.st_size)
-
-
-@functools.cache
-def node() -> str:
-    """Equal in two processes that see each other under /proc by the same pids."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def lives(address: FileAddress) -> bool:

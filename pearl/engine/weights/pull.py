@@ -10,6 +10,7 @@ limit.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -253,21 +254,22 @@ class _Attempt:
             if pair is not None:
                 pair.close(settled=settled)
             if settled:
-                draft.discard()  # otherwise its slot stays locked: something might still be written to it
+                draft.discard()
+            else:
+                draft.abandon()
             raise
         pair.close(settled=True)
         report = Report(version=draft.version, generation=answer.generation, digest=digest_of(draft.messages))
         draft.finish()
-        conversation.say(report, self._timeout_s)
+        with contextlib.suppress(ConversationError):  # the holder has gone, but all of the version is here
+            conversation.say(report, self._timeout_s)
         return receiver.nbytes
 
     def _receive(self, receiver: SnapshotReceiver, draft: Draft, conversation: Conversation) -> None:
         receiver.receive(draft)
         checked = 0
         while not receiver.finished:
-            came = len(receiver.poll())
-            while came > 0:
-                came -= len(draft.messages[checked].rows)
+            for _ in receiver.poll():
                 check_finite(draft.messages[checked])
                 checked += 1
             if time.monotonic() > self._deadline:

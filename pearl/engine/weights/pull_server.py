@@ -23,6 +23,8 @@ from pearl.engine.weights.holding import GivingSender, Held, Holding
 TIMEOUT_S = 10.0
 SLOWEST_BYTES_PER_S = 1e6
 POLL_S = 0.0005
+DROPPED_KEPT = 100
+"""How many receivers that failed are remembered by name."""
 WAITING = 16
 """How many connections may be open beside those that are served: for a refusal, which is quick."""
 
@@ -219,5 +221,8 @@ class PullServer:
 
     def _drop(self, name: str, words: str) -> None:
         with self._lock:
+            self.stats.dropped.pop(name, None)
             self.stats.dropped[name] = words
+            if len(self.stats.dropped) > DROPPED_KEPT:
+                del self.stats.dropped[next(iter(self.stats.dropped))]
             self.stats.drops += 1

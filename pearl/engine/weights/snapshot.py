@@ -176,7 +176,7 @@ class SnapshotReader:
 
 
 class Draft:
-    """A slot that is being filled: nobody can read it before `finish`. One of `finish` and `discard` must be called."""
+    """A slot that is being filled: nobody can read it before `finish`. One of `finish`, `discard`, `abandon` must be called."""
 
     def __init__(self, snapshot: Snapshot, slot: int, version: int, messages: tuple[Message, ...]) -> None:
         self._snapshot, self.slot = snapshot, slot
@@ -189,6 +189,10 @@ class Draft:
 
     def discard(self) -> None:
         self._snapshot._close_draft(self.slot, -1, 0)
+
+    def abandon(self) -> None:
+        """Something might still be written to the slot: it is never used again."""
+        self._snapshot._lose_slot(self.slot)
 
 
 class Snapshot:
@@ -213,6 +217,7 @@ class Snapshot:
         self._messages = [self.plan.messages(self._memory, slot) for slot in range(slots)]
         self._expected, self._places = Expected.of(config), [_places_in(messages) for messages in self._messages]
         self._drafting = threading.Lock()
+        self._lost: set[int] = set()
 
     def reader(self) -> SnapshotReader:
         """The same memory, for reading in this process."""
@@ -268,14 +273,19 @@ class Snapshot:
     def _free_slot(self, deadline: float) -> int | None:
         """A slot locked for writing."""
         while True:
-            order = sorted(range(self._slots), key=lambda slot: int(self._words[VERSIONS + slot]))
+            usable = set(range(self._slots)) - self._lost
+            order = sorted(usable, key=lambda slot: (int(self._words[VERSIONS + slot]), slot))
             late = time.monotonic() >= deadline
-            for slot in order if late or self._slots == 1 else order[:-1]:
+            for slot in order if late or len(order) == 1 else order[:-1]:
                 if _lock(self._fd, WRITE, slot):
                     return slot
             if late:
                 return None
             time.sleep(POLL_S)
+
+    def _lose_slot(self, slot: int) -> None:
+        self._lost.add(slot)
+        self._drafting.release()
 
     def _close_draft(self, slot: int, version: int, digest: int) -> None:
         self._words[DIGESTS + slot] = digest

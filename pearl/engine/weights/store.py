@@ -56,7 +56,8 @@ class WeightStore:
         self._in_place = self._adopts = False
         self._staged: dict[str, Tensor] = {}
         self._spare: dict[str, Tensor] = {}
-        self._adopts_memory = self._whole and all(kernels.pack(value) is value for value in params.values())
+        self._plain = self._whole and all(kernels.pack(value) is value for value in params.values())
+        self._adopts_memory = self._plain and all(value.device.type == "cpu" for value in params.values())
         self._adopted: list[Bundle] = []
         self._last_adopted: list[Bundle] = []
         self._bundles: dict[int, Bundle] = {}
@@ -84,10 +85,10 @@ class WeightStore:
         """Adds (Hugging Face name, tensor) pairs to the copy of `version`: in any order, in one call or in many.
 
         A tensor may also come as (name, some rows, number of the first), its rows in ascending order. With `adopt` the given
-        memory itself is the staged copy: of the live dtype and device, known to be finite, and left alone until commit or
-        discard (it is copied all the same by a shard, and where kernels pack). ValueError names what is unknown, doubled,
-        mis-shaped or not floating point, of a sequence all at once, and the first tensor that is (unless adopted) not finite
-        after the conversion to the live dtype; then all that was staged is discarded. A live version is not touched.
+        memory itself is the staged copy: of the live dtype, known to be finite, and left alone until commit or discard (it is
+        copied all the same by a shard, on a GPU, and where kernels pack). ValueError names what is unknown, doubled, mis-shaped
+        or not floating point, of a sequence all at once, and the first tensor that is (unless adopted) not finite after the
+        conversion to the live dtype; then all that was staged is discarded. A live version is not touched.
         A tuple that is adopted again (the same object, its memory refilled) has passed the checks, and costs next to nothing.
         """
         arrivals = self._open(version)
@@ -166,7 +167,7 @@ class WeightStore:
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Views of the live weights under their Hugging Face names. ValueError for a shard, or if kernels pack them."""
-        if not self._adopts_memory:
+        if not self._plain:
             raise ValueError("hf_tensors: a shard, or packed weights, cannot be seen under Hugging Face names")
         return hf_tensors(self._config, self._params)
 
