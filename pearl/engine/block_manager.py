@@ -75,10 +75,6 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def fits_ever(self, num_tokens: int) -> bool:
-        """Whether the whole pool could hold this many tokens of one request."""
-        return num_tokens <= self.num_slots
-
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Blocks to append before `num_tokens` tokens fit the request's table."""
         return max(0, self.blocks_for(num_tokens) - len(request.block_table))

@@ -37,10 +37,6 @@ class Admission:
             batches = min(batches, total_batches)
         return max(0, batches * self.groups_per_batch - (started - dropped))
 
-    def batch_ready(self, *, ready: int) -> bool:
-        """Enough complete groups wait to make a batch."""
-        return ready >= self.groups_per_batch
-
     def too_stale(self, *, oldest_version: int, weight_version: int) -> bool:
         """A trajectory with a token of `oldest_version` must not be trained from `weight_version`."""
         return is_stale(oldest_version, weight_version, self.max_staleness)

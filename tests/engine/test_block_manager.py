@@ -34,7 +34,6 @@ def test_growing_takes_all_blocks_or_none():
     assert blocks.grow(b, 8) and counts(blocks) == (0, 0, 4, 0)
     assert set(a.block_table).isdisjoint(b.block_table)
     assert blocks.num_missing(b, 9) == 1 and blocks.num_missing(b, 3) == 0
-    assert blocks.fits_ever(16) and not blocks.fits_ever(17)
 
 
 @pytest.mark.parametrize("length", [5, 6, 7, 8, 9])

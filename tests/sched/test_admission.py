@@ -39,11 +39,6 @@ def test_nothing_is_started_beyond_the_last_batch() -> None:
     assert admission.may_start(started=8, trained_batches=1, total_batches=2, dropped=1) == 1
 
 
-def test_a_batch_is_ready_with_its_groups() -> None:
-    admission = Admission(groups_per_batch=4)
-    assert [admission.batch_ready(ready=count) for count in (0, 3, 4, 9)] == [False, False, True, True]
-
-
 def test_staleness_counts_versions() -> None:
     admission = Admission(groups_per_batch=1, max_staleness=1)
     stale = {version: admission.too_stale(oldest_version=version, weight_version=5) for version in (5, 4, 3, -1)}
