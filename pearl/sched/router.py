@@ -1,23 +1,40 @@
-"""Which serving worker gets a request: the one that holds the session's KV, or the least loaded.
+"""Which serving worker gets a request: the one that holds the session's KV, or the least loaded that its role allows.
 
 Owns a few numbers per worker and which session sits where. It does not know tokens, sockets or clocks, and sends nothing.
 Invariant: a session has at most one request in flight, and `in_flight` of a worker is the number of its sessions that do.
+
+Where there are prefill workers, new prompts and long appends go to them, and each with a credit on the decode worker that is
+to go on with it; short appends stay with the decode worker that holds the KV. Mixed workers beside them take whole sessions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from pearl.protocol import Role
 
 
 @dataclass(slots=True, kw_only=True)
 class WorkerLoad:
-    """What the router knows of a worker: its own count of requests and tokens placed there, and the last report."""
+    """What the router knows of a worker: its own count of requests and tokens placed there, and the last report.
+
+    `capacity` is relative: twice the capacity takes twice the sessions. `promised` sessions are with a prefill worker
+    and will come here, with `reserved` tokens. A draining worker gets nothing new.
+    """
 
     in_flight: int = 0
     prompt_tokens: int = 0
     waiting: int = 0
     running: int = 0
     free_blocks: int = 0
+    role: Role = Role.MIXED
+    capacity: float = 1.0
+    reserved: int = 0
+    promised: int = 0
+    draining: bool = False
+    reported: bool = False
+    slot: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,6 +42,18 @@ class _Session:
     worker: str
     live: bool = True
     prompt_len: int = 0
+    prefiller: str | None = None
+    target: str | None = None
+    moving_to: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionMove:
+    """A running request that should go on elsewhere."""
+
+    session: str
+    source: str
+    target: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,38 +62,61 @@ class Router:
 
     A session leaves the worker that holds its KV only when that one is behind: its requests exceed the least loaded worker's
     by more than `slack` + 1 for every `tokens_per_request` prompt tokens that would have to be computed again, or it keeps
-    requests waiting while the other has none and at least two fewer requests.
+    requests waiting while the other has none and at least two fewer requests. Appends of up to `append_on_decode_tokens` run
+    where the KV is. `block_size` turns free blocks into tokens.
     """
 
     slack: int = 8
     tokens_per_request: int = 1024
+    append_on_decode_tokens: int = 256
+    block_size: int = 16
     loads: dict[str, WorkerLoad] = field(default_factory=dict)
     moved: int = 0
     """Sessions placed away from their KV, for the record."""
+    without_credit: int = 0
+    """Requests sent to prefill workers while no decode worker had room for them."""
     _sessions: dict[str, _Session] = field(default_factory=dict)
+    _slots: int = 0
 
-    def add_worker(self, worker: str) -> None:
+    def add_worker(self, worker: str, role: Role = Role.MIXED, capacity: float = 1.0) -> None:
         """A worker begins to serve; one that is known already starts afresh (ValueError if it still has requests)."""
         if worker in self.loads and self.loads[worker].in_flight:
             raise ValueError(f"worker={worker!r}: has {self.loads[worker].in_flight} requests in flight; lose it first")
-        self.loads[worker] = WorkerLoad()
+        if worker in self.loads:
+            self.lose_worker(worker)
+        self.loads[worker] = WorkerLoad(role=role, capacity=capacity, slot=self._slots)
+        self._slots += 1
+
+    def set_role(self, worker: str, role: Role, capacity: float = 1.0) -> None:
+        """The worker's role from now on; it keeps its sessions until they are handed over. Unknown workers are ignored."""
+        if worker in self.loads:
+            load = self.loads[worker]
+            load.role, load.capacity, load.draining = role, capacity, False
+
+    def drain(self, worker: str) -> list[str]:
+        """The worker gets nothing new; returns the sessions whose requests are there. Unknown workers are ignored."""
+        if worker in self.loads:
+            self.loads[worker].draining = True
+        return [name for name, session in self._sessions.items() if session.live and session.worker == worker]
 
     def place(self, session_id: str, prompt_len: int) -> str | None:
         """The worker for this session's next request, which counts as in flight until `done`; None without workers.
 
-        ValueError if the session has a request in flight already.
+        If that is a prefill worker, `decode_target` says who is to go on. ValueError if the session has a request in flight
+        already.
         """
         session = self._sessions.get(session_id)
         if session is not None and session.live:
             raise ValueError(f"session_id={session_id!r}: has a request in flight on {session.worker!r}")
-        if not self.loads:
+        takers = {name: load for name, load in self.loads.items() if not load.draining}
+        if not takers:
             return None
-        worker = self._choose(session, prompt_len)
-        self.moved += session is not None and session.worker != worker
-        self._sessions[session_id] = _Session(worker=worker, prompt_len=prompt_len)
-        load = self.loads[worker]
-        load.in_flight += 1
-        load.prompt_tokens += prompt_len
+        worker, target = self._choose(session, prompt_len, takers)
+        self.moved += session is not None and (target or worker) != session.worker
+        placed = _Session(worker=worker, prompt_len=prompt_len, target=target)
+        placed.prefiller = worker if target is not None else session.prefiller if session is not None else None
+        self._sessions[session_id] = placed
+        self._count(placed, +1)
         return worker
 
     def worker_of(self, session_id: str) -> str | None:
@@ -72,15 +124,34 @@ class Router:
         session = self._sessions.get(session_id)
         return session.worker if session is not None and session.live else None
 
+    def decode_target(self, session_id: str) -> str | None:
+        """The decode worker that is to go on with the session's request, which a prefill worker has; else None."""
+        session = self._sessions.get(session_id)
+        return session.target if session is not None and session.live else None
+
+    def handed_over(self, session_id: str, worker: str) -> None:
+        """The request and its KV are with `worker` now. Unknown sessions and workers are ignored."""
+        session = self._sessions.get(session_id)
+        if session is None or worker not in self.loads:
+            return
+        if session.live:
+            self._count(session, -1)
+        session.worker, session.target, session.moving_to = worker, None, None
+        if session.live:
+            self._count(session, +1)
+
+    def move_failed(self, session_id: str) -> None:
+        """A move that `rebalance` proposed did not come about; the request goes on where it was."""
+        if session_id in self._sessions:
+            self._sessions[session_id].moving_to = None
+
     def done(self, session_id: str) -> None:
         """The session's request ended; its KV stays where it is. Unknown sessions are ignored."""
         session = self._sessions.get(session_id)
         if session is None or not session.live:
             return
-        session.live = False
-        load = self.loads[session.worker]
-        load.in_flight -= 1
-        load.prompt_tokens -= session.prompt_len
+        self._count(session, -1)
+        session.live, session.moving_to, session.target = False, None, None
 
     def forget(self, session_id: str) -> None:
         """The session is over."""
@@ -91,27 +162,126 @@ class Router:
         """The worker's own numbers after a step; those of an unknown worker are ignored."""
         if worker in self.loads:
             load = self.loads[worker]
-            load.waiting, load.running, load.free_blocks = waiting, running, free_blocks
+            load.waiting, load.running, load.free_blocks, load.reported = waiting, running, free_blocks, True
 
     def lose_worker(self, worker: str) -> list[str]:
         """The worker is gone: returns the sessions whose requests must be placed again, in the order they were placed."""
         here = {name: session for name, session in self._sessions.items() if session.worker == worker}
-        for name in here:
+        for name, session in here.items():
+            if session.live:
+                self._count(session, -1)
             del self._sessions[name]
         self.loads.pop(worker, None)
+        for session in self._sessions.values():
+            session.target = None if session.target == worker else session.target
+            session.prefiller = None if session.prefiller == worker else session.prefiller
+            session.moving_to = None if session.moving_to == worker else session.moving_to
         return [name for name, session in here.items() if session.live]
 
-    def _choose(self, session: _Session | None, prompt_len: int) -> str:
-        names = list(self.loads)
-        least = min(names, key=lambda name: self._rank_of(name, names))
-        if session is None or session.worker not in self.loads:
+    def rebalance(self) -> list[SessionMove]:
+        """Moves of running requests, shortest first, after which no decoding worker has two more than another.
+
+        For the tail of a batch, when nothing new comes that would even things out. Each session moves at most once, and
+        not again before `handed_over`, `move_failed` or `done`.
+        """
+        counts = {name: load.in_flight for name, load in self.loads.items() if self._decodes(load)}
+        movable: dict[str, list[tuple[int, str]]] = {name: [] for name in counts}
+        for name, session in self._sessions.items():
+            if session.live and session.worker in movable:
+                if session.moving_to in counts:
+                    counts[session.worker] -= 1
+                    counts[session.moving_to] += 1
+                elif session.moving_to is None:
+                    movable[session.worker].append((session.prompt_len, name))
+        for rows in movable.values():
+            rows.sort(reverse=True)
+        moves: list[SessionMove] = []
+        while counts:
+            source = max(counts, key=lambda name: (counts[name], -self.loads[name].slot))
+            target = min(counts, key=lambda name: (counts[name], self.loads[name].slot))
+            if counts[source] - counts[target] < 2 or not movable[source]:
+                return moves
+            _, session_id = movable[source].pop()
+            self._sessions[session_id].moving_to = target
+            moves.append(SessionMove(session=session_id, source=source, target=target))
+            counts[source] -= 1
+            counts[target] += 1
+        return moves
+
+    def _decodes(self, load: WorkerLoad) -> bool:
+        return load.role is not Role.PREFILL and not load.draining
+
+    def _count(self, session: _Session, sign: int) -> None:
+        load = self.loads[session.worker]
+        load.in_flight += sign
+        load.prompt_tokens += sign * session.prompt_len
+        if session.target is not None:
+            self.loads[session.target].promised += sign
+            self.loads[session.target].reserved += sign * session.prompt_len
+
+    def _choose(self, session: _Session | None, prompt_len: int, takers: dict[str, WorkerLoad]) -> tuple[str, str | None]:
+        """(worker, decode target or None)."""
+        prefill = [name for name, load in takers.items() if load.role is Role.PREFILL]
+        decode = [name for name, load in takers.items() if load.role is Role.DECODE]
+        whole = [name for name, load in takers.items() if load.role is Role.MIXED]
+        if not prefill or not decode:
+            whole = whole or decode or prefill  # nobody to split it with: whoever is there does all of it
+            return self._affine(session, prompt_len, whole), None
+        holder = takers.get(session.worker) if session is not None else None
+        if session is not None and holder is not None:
+            if holder.role is Role.MIXED:
+                return self._affine(session, prompt_len, whole), None
+            short = prompt_len - session.prompt_len <= self.append_on_decode_tokens
+            if holder.role is Role.DECODE and short and not self._behind(session, prompt_len, self._least(decode)):
+                return session.worker, None
+        elif whole and self._crowding(self._least(whole)) <= self._crowding(self._least(decode)):
+            return self._least(whole), None
+        return self._prefiller(session, prompt_len, prefill), self._target(session, prompt_len, decode)
+
+    def _affine(self, session: _Session | None, prompt_len: int, names: list[str]) -> str:
+        least = self._least(names)
+        if session is None or session.worker not in names or self._behind(session, prompt_len, least):
             return least
+        return session.worker
+
+    def _behind(self, session: _Session, prompt_len: int, least: str) -> bool:
+        """The worker that holds the session's KV has so much more to do than `least` that computing it again is better."""
         holder, other = self.loads[session.worker], self.loads[least]
         gap = holder.in_flight - other.in_flight
         crowded = holder.waiting > 0 and other.waiting == 0 and gap >= 2
-        far_behind = gap > self.slack + prompt_len // self.tokens_per_request
-        return least if crowded or far_behind else session.worker
+        return crowded or gap > self.slack + prompt_len // self.tokens_per_request
 
-    def _rank_of(self, name: str, names: list[str]) -> tuple[int, int, int, int]:
+    def _prefiller(self, session: _Session | None, prompt_len: int, names: list[str]) -> str:
+        """The one that has the session's prompt in its cache, unless it is far behind."""
+        least = self._least(names)
+        if session is None or session.prefiller not in names:
+            return least
+        gap = self.loads[session.prefiller].in_flight - self.loads[least].in_flight
+        return least if gap > self.slack + prompt_len // self.tokens_per_request else session.prefiller
+
+    def _target(self, session: _Session | None, prompt_len: int, names: list[str]) -> str:
+        """The holder of the KV if it has room, else the least loaded that has, else the least loaded."""
+        able = [name for name in names if self._credit(name) >= prompt_len]
+        held = session.worker if session is not None and session.worker in names else None
+        # what the holder has of the session already needs no room
+        if held is not None and session is not None and self._credit(held) >= prompt_len - session.prompt_len:
+            if not self._behind(session, prompt_len, self._least(names)):
+                return held
+        self.without_credit += not able
+        return self._least(able or names)
+
+    def _credit(self, name: str) -> float:
+        """Tokens for which there is room and which nobody was promised; unlimited while it has not reported."""
         load = self.loads[name]
-        return load.in_flight, load.prompt_tokens, -load.free_blocks, names.index(name)
+        return load.free_blocks * self.block_size - load.reserved if load.reported else float("inf")
+
+    def _crowding(self, name: str) -> float:
+        load = self.loads[name]
+        return (load.in_flight + load.promised) / load.capacity
+
+    def _least(self, names: Iterable[str]) -> str:
+        return min(names, key=self._rank_of)
+
+    def _rank_of(self, name: str) -> tuple[float, int, int, int]:
+        load = self.loads[name]
+        return self._crowding(name), load.prompt_tokens, -load.free_blocks, load.slot

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pearl.protocol import Role
 from pearl.sched.router import Router
 
 
@@ -123,3 +124,146 @@ def test_counts_add_up_whatever_happens(steps: list[tuple[str, int, int]]) -> No
             here = [length for place, length in live.values() if place == name]
             assert (load.in_flight, load.prompt_tokens) == (len(here), sum(here))
         assert all(router.worker_of(name) == place for name, (place, _) in live.items())
+
+
+def split_router(**options: int) -> Router:
+    """p0, p1 prefill; d0, d1 decode."""
+    router = Router(**options)
+    for name in ("p0", "p1"):
+        router.add_worker(name, Role.PREFILL)
+    for name in ("d0", "d1"):
+        router.add_worker(name, Role.DECODE)
+    return router
+
+
+def test_new_prompts_go_to_prefill_workers_with_a_decode_worker_in_mind() -> None:
+    router = split_router()
+    assert [router.place(f"s{number}", 100) for number in range(4)] == ["p0", "p1", "p0", "p1"]
+    assert [router.decode_target(f"s{number}") for number in range(4)] == ["d0", "d1", "d0", "d1"]
+    assert router.loads["d0"].reserved == 200 and router.loads["d0"].promised == 2
+    router.handed_over("s0", "d0")
+    assert router.worker_of("s0") == "d0" and router.decode_target("s0") is None
+    assert (router.loads["p0"].in_flight, router.loads["d0"].in_flight, router.loads["d0"].reserved) == (1, 1, 100)
+
+
+def test_short_appends_stay_where_the_kv_is_and_long_ones_do_not() -> None:
+    router = split_router(append_on_decode_tokens=50)
+    router.place("s", 1000)
+    router.handed_over("s", "d1")
+    router.done("s")
+    assert router.place("s", 1050) == "d1" and router.decode_target("s") is None and router.moved == 0
+    router.done("s")
+    assert router.place("s", 1101) == "p0" and router.decode_target("s") == "d1" and router.moved == 0
+    router.handed_over("s", "d1")
+    router.done("s")
+    router.place("other", 10)
+    assert router.place("s", 1200) == "p0", "where the rest of its prompt is cached, though p1 is as idle"
+
+
+def test_credits_send_sessions_where_there_is_room() -> None:
+    router = split_router(block_size=16)
+    router.on_load("d0", waiting=0, running=0, free_blocks=5)
+    router.on_load("d1", waiting=0, running=0, free_blocks=100)
+    for name in ("a", "a2"):
+        router.place(name, 81)
+        assert router.decode_target(name) == "d1"
+    router.place("b", 80)
+    assert router.decode_target("b") == "d0"
+    router.place("c", 80)
+    assert router.decode_target("c") == "d1", "though d0 is less crowded: what was promised to b is not given twice"
+    router.place("d", 5000)
+    assert router.decode_target("d") in ("d0", "d1") and router.without_credit == 1, (
+        "nobody has room: it queues, and is counted"
+    )
+    router.lose_worker("p0"), router.lose_worker("p1")
+    assert router.loads["d0"].reserved == router.loads["d1"].reserved == router.loads["d1"].promised == 0
+
+
+def test_in_a_hybrid_sessions_spread_by_capacity_and_stay_whole_on_mixed_workers() -> None:
+    router = Router()
+    router.add_worker("m", Role.MIXED, capacity=1.0)
+    router.add_worker("p", Role.PREFILL)
+    router.add_worker("d", Role.DECODE, capacity=3.0)
+    placed = [router.place(f"s{number}", 10) for number in range(8)]
+    assert placed.count("m") == 2 and placed.count("p") == 6
+    router.done("s0")
+    assert placed[0] == "m" and router.place("s0", 5000) == "m" and router.decode_target("s0") is None
+
+
+def test_without_a_counterpart_whoever_is_there_does_all() -> None:
+    router = Router()
+    router.add_worker("d", Role.DECODE)
+    assert router.place("s", 10) == "d"
+    router.lose_worker("d")
+    router.add_worker("p", Role.PREFILL)
+    assert router.place("s", 10) == "p" and router.decode_target("s") is None
+    router.set_role("p", Role.MIXED)
+    router.done("s")
+    assert router.place("s", 20) == "p"
+
+
+def test_a_draining_worker_gets_nothing_new_and_names_what_it_has() -> None:
+    router = router_of("a", "b")
+    assert [router.place(name, 10) for name in ("s", "t", "u")] == ["a", "b", "a"]
+    router.done("s")
+    assert router.drain("a") == ["u"] and router.drain("nobody") == []
+    assert router.place("s", 10) == "b" and router.moved == 1
+    router.drain("b")
+    assert router.place("v", 10) is None
+    router.set_role("a", Role.MIXED)
+    assert router.place("v", 10) == "a", "a new role is a new start"
+
+
+def test_rebalancing_evens_out_with_the_shortest_and_ends() -> None:
+    router = router_of("a")
+    for number, length in enumerate((50, 10, 40, 30, 20)):
+        router.place(f"s{number}", length)
+    assert router.rebalance() == [], "one worker"
+    router.add_worker("b")
+    router.add_worker("p", Role.PREFILL)
+    moves = router.rebalance()
+    assert [(move.session, move.source, move.target) for move in moves] == [("s1", "a", "b"), ("s4", "a", "b")]
+    assert router.rebalance() == [], "they are on their way"
+    router.handed_over("s1", "b")
+    router.move_failed("s4")
+    assert [move.session for move in router.rebalance()] == ["s4"], "it may be tried again"
+    assert (router.loads["a"].in_flight, router.loads["b"].in_flight) == (4, 1)
+
+
+DEEDS = st.sampled_from(["place", "done", "forget", "lose", "add", "hand", "drain", "role", "rebalance", "load", "fail"])
+
+
+@settings(deadline=None, max_examples=150)
+@given(steps=st.lists(st.tuples(DEEDS, st.integers(0, 5), st.integers(0, 4), st.sampled_from(list(Role))), max_size=80))
+def test_books_balance_with_roles_credits_and_moves(steps: list[tuple[str, int, int, Role]]) -> None:
+    router = split_router(block_size=4)
+    for what, number, other, role in steps:
+        session, worker = f"s{number}", ("p0", "p1", "d0", "d1", "m")[other]
+        if what == "place" and router.worker_of(session) is None:
+            placed = router.place(session, 100 * (other + 1))
+            assert (placed is None) == all(load.draining for load in router.loads.values())
+        elif what in ("done", "forget"):
+            getattr(router, what)(session)
+        elif what == "lose":
+            live = [name for name in map("s{}".format, range(6)) if router.worker_of(name) == worker]
+            assert sorted(router.lose_worker(worker)) == live
+        elif what == "add" and worker not in router.loads:
+            router.add_worker(worker, role)
+        elif what == "hand":
+            router.handed_over(session, worker)
+        elif what == "drain":
+            router.drain(worker)
+        elif what == "role":
+            router.set_role(worker, role)
+        elif what == "rebalance":
+            for move in router.rebalance():
+                assert move.source != move.target and router.loads[move.target].role is not Role.PREFILL
+        elif what == "load":
+            router.on_load(worker, waiting=other, running=number, free_blocks=number * 10)
+        elif what == "fail":
+            router.move_failed(session)
+        sessions = [f"s{index}" for index in range(6)]
+        for name, load in router.loads.items():
+            assert load.in_flight == sum(router.worker_of(one) == name for one in sessions)
+            assert load.promised == sum(router.decode_target(one) == name for one in sessions)
+            assert load.reserved >= 0 and load.prompt_tokens >= 0 and (load.promised > 0) == (load.reserved > 0)

@@ -1,0 +1,116 @@
+"""Numbers that are learned from telemetry: averages that forget, spreads, and step times as functions of batch and context.
+
+Owns the arithmetic; what is measured is `profile.py`. Invariant: no input, however absurd, makes an estimate infinite, NaN or
+negative.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+JUMP = 10.0
+"""Largest factor by which one observation may differ from what is known; beyond, it counts as that far away."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Average:
+    """A mean that weighs observations by their count and forgets: before each new one, old weight shrinks by `keep`.
+
+    It begins with `value` at the weight of `prior` observations. `deviation` is the mean absolute deviation likewise.
+    """
+
+    value: float
+    low: float = 0.0
+    high: float = 1e9
+    keep: float = 0.7
+    prior: float = 4.0
+    weight: float = 0.0
+    deviation: float = 0.0
+
+    def observe(self, value: float | None, count: float = 1.0) -> bool:
+        """False, nothing changed, for what is not a number in [low, high] or has no count."""
+        if value is None or not math.isfinite(value) or not self.low <= value <= self.high or not 0 < count < math.inf:
+            return False
+        if self.value > 0 and value > 0:
+            value = min(max(value, self.value / JUMP), self.value * JUMP)
+        old = self.prior * (self.weight == 0) + self.keep * self.weight
+        share = count / (old + count)
+        self.deviation += share * (abs(value - self.value) - self.deviation)
+        self.value += share * (value - self.value)
+        self.weight = old + count
+        return True
+
+    @property
+    def confidence(self) -> float:
+        """0: only the prior. Toward 1 with the weight of what was observed."""
+        return self.weight / (self.weight + self.prior) if self.weight else 0.0
+
+    @property
+    def cautious(self) -> float:
+        """A value that is seldom exceeded: mean plus four mean deviations (as in Jacobson 1988)."""
+        return self.value + 4 * self.deviation
+
+
+@dataclass(slots=True)
+class StepFit:
+    """Least squares of seconds over features, relative errors, forgetting, coefficients never negative.
+
+    The prior counts as `prior` observations at `points`, scaled by how much slower or faster than the prior this machine
+    turned out to be, so that a prior of the right form but the wrong speed bends nothing.
+    """
+
+    coefficients: Any
+    points: Any
+    keep: float = 0.7
+    prior: float = 12.0
+    weight: float = 0.0
+    scale: float = 1.0
+    _gram: Any = field(init=False)
+    _right: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.coefficients = np.asarray(self.coefficients, dtype=np.float64)
+        self.points = np.asarray(self.points, dtype=np.float64)
+        self._prior_coefficients = self.coefficients.copy()
+        size = len(self.coefficients)
+        self._gram, self._right = np.zeros((size, size)), np.zeros(size)
+        self._expected = self.points @ self.coefficients
+
+    _prior_coefficients: Any = field(init=False)
+    _expected: Any = field(init=False)
+
+    def observe(self, rows: Any, seconds: Any, counts: Any) -> None:
+        """`rows` of features, one per measurement; all positive and finite (the caller's part). Refits at once."""
+        rows, seconds, counts = (np.asarray(values, dtype=np.float64) for values in (rows, seconds, counts))
+        expected = rows @ self._prior_coefficients
+        seconds = np.clip(seconds, expected * self.scale / JUMP, expected * self.scale * JUMP)
+        old = self.keep * self.weight
+        total = old + counts.sum()
+        ratio = float((counts * seconds / expected).sum())
+        self.scale = (old * self.scale + ratio) / total
+        relative = rows / seconds[:, None]
+        self._gram = self.keep * self._gram + (relative * counts[:, None]).T @ relative
+        self._right = self.keep * self._right + relative.T @ counts
+        self.weight = total
+        self.coefficients = self._solve()
+
+    def _solve(self) -> Any:
+        """Non-negative least squares by dropping the most negative coefficient until none is left (the form has four)."""
+        known = self.points / (self._expected * self.scale)[:, None]
+        share = self.prior / len(known)
+        gram, right = self._gram + share * known.T @ known, self._right + share * known.sum(axis=0)
+        used = np.diag(gram) > 0
+        while used.any():
+            norm = np.sqrt(np.diag(gram)[used])  # features differ by many orders of magnitude
+            system = gram[np.ix_(used, used)] / np.outer(norm, norm) + 1e-9 * np.eye(int(used.sum()))
+            part = np.linalg.solve(system, right[used] / norm) / norm
+            if (part >= 0).all():
+                result = np.zeros(len(gram))
+                result[used] = part
+                return result
+            used[np.flatnonzero(used)[np.argmin(part * norm)]] = False
+        return self._prior_coefficients * self.scale

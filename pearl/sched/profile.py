@@ -1,0 +1,246 @@
+"""What the running job has taught about its workload and its costs, on top of a cost profile.
+
+Owns the estimates and their confidence; it hands out frozen snapshots (`workload`, `costs`). It knows no workers and decides
+nothing. Invariant: absurd telemetry changes nothing and is counted in `rejected`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pearl.sched.cost_profile import CHANGES, ChangeCost, CostProfile, DecodeCost, PrefillCost
+from pearl.sched.fit import Average, StepFit
+from pearl.sched.workload import QUANTILES, Workload
+
+MEANS = {
+    "turns": (1.0, 1e5),
+    "appended": (0.0, 1e7),
+    "generated": (1e-3, 1e7),
+    "first_prompt": (0.0, 1e7),
+    "context": (1.0, 1e8),
+    "longest": (1.0, 1e8),
+    "env_s": (0.0, 1e5),
+    "overhead_s": (0.0, 1e4),
+    "miss_share": (0.0, 1.0),
+    "local_share": (0.0, 1.0),
+    "local_appended": (0.0, 1e7),
+    "decode_share": (1e-3, 1.0),
+}
+"""Fields of Workload that are learned, and what is believed of them."""
+
+LONGEST_STEP_S, MOST_SEQUENCES, MOST_TOKENS = 600.0, 1e5, 1e8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSample:
+    """`count` decode steps of `batch` sequences of `context` tokens on average took `seconds` each."""
+
+    batch: float
+    context: float
+    seconds: float
+    count: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSample:
+    """`count` steps that computed `new` tokens on `prefix` cached ones took `seconds` each."""
+
+    new: float
+    prefix: float
+    seconds: float
+    count: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTelemetry:
+    """What one RL step measured, over `trajectories` of them; None where nobody measured. Names as in Workload.
+
+    `turn_quantiles`: turns over their mean at QUANTILES. `transfer_bytes_per_s`: of KV between workers.
+    """
+
+    trajectories: int
+    turns: float | None = None
+    appended: float | None = None
+    generated: float | None = None
+    first_prompt: float | None = None
+    context: float | None = None
+    longest: float | None = None
+    env_s: float | None = None
+    overhead_s: float | None = None
+    miss_share: float | None = None
+    local_share: float | None = None
+    local_appended: float | None = None
+    decode_share: float | None = None
+    turn_quantiles: tuple[float, ...] = ()
+    decode: tuple[DecodeSample, ...] = ()
+    prefill: tuple[PrefillSample, ...] = ()
+    transfer_bytes_per_s: float | None = None
+
+
+class RuntimeProfile:
+    """Begins with `costs` and `workload` as priors, worth `prior` trajectories (or steps); `keep` per RL step is remembered."""
+
+    def __init__(self, costs: CostProfile, workload: Workload, *, keep: float = 0.7, prior: float = 4.0) -> None:
+        self.rejected: Counter[str] = Counter()
+        self._costs, self._workload = costs, workload
+        self.means = {
+            name: Average(value=getattr(workload, name), low=low, high=high, keep=keep, prior=prior)
+            for name, (low, high) in MEANS.items()
+        }
+        shape = workload.turn_quantiles or (1.0,) * len(QUANTILES)
+        self._quantiles = [Average(value=value, low=1e-3, high=1e3, keep=keep, prior=prior) for value in shape]
+        self._transfer = Average(value=costs.transfer_bytes_per_s, low=1.0, high=1e14, keep=keep, prior=prior)
+        self.calibration = Average(value=workload.calibration, low=1e-3, high=1e3, keep=keep, prior=2.0)
+        self.changes = {kind: Average(value=0.0, high=1e5, keep=keep, prior=1.0) for kind in CHANGES}
+        batches, contexts = (1.0, 8.0, 32.0, 128.0), (512.0, 8192.0, 32768.0)
+        self._decode = StepFit(
+            _decode_coefficients(costs), [self._decode_row(n, c) for n in batches for c in contexts], keep=keep
+        )
+        new, prefixes = (64.0, 512.0, 2048.0), (0.0, 8192.0, 32768.0)
+        self._prefill = StepFit(_prefill_coefficients(costs), [_prefill_row(n, p) for n in new for p in prefixes], keep=keep)
+        self._seen_batch, self._seen_context = costs.max_batch, costs.max_context
+
+    def observe(self, telemetry: StepTelemetry, lost_share: float = 0.0) -> None:
+        """One finished RL step. `lost_share` of the turns missed their prefix for lack of memory, which is priced apart."""
+        count = telemetry.trajectories
+        for name, mean in self.means.items():
+            value = getattr(telemetry, name)
+            if name == "miss_share" and value is not None and 0 <= value <= 1:
+                value = max(0.0, 1 - (1 - value) / max(1e-9, 1 - lost_share))
+            if value is not None and not mean.observe(value, count):
+                self.rejected[name] += 1
+        self._observe_quantiles(telemetry)
+        if telemetry.transfer_bytes_per_s is not None and not self._transfer.observe(telemetry.transfer_bytes_per_s, count):
+            self.rejected["transfer_bytes_per_s"] += 1
+        self._observe_decode(telemetry.decode)
+        self._observe_prefill(telemetry.prefill)
+
+    def observe_change(self, kind: str, seconds: float, workers: int = 1) -> None:
+        """A change (one of CHANGES) of `workers` took `seconds`; learned as a factor on the profile's cost."""
+        if kind not in CHANGES:
+            raise ValueError(f"kind={kind!r}: must be one of {', '.join(CHANGES)}")
+        mean = self.changes[kind]
+        value = seconds / self._unit_s(kind, max(1, workers))
+        if mean.weight == 0 and math.isfinite(value) and value > 0:
+            mean.value = min(value, 100.0)  # the first measurement tells more than the profile, unless it is absurd
+        if not mean.observe(value):
+            self.rejected[kind] += 1
+
+    def observe_residual(self, ratio: float) -> None:
+        """Measured over predicted makespan, the prediction being one of `workload()` at its present calibration."""
+        if not self.calibration.observe(self.calibration.value * ratio):
+            self.rejected["calibration"] += 1
+
+    def change_s(self, kind: str, workers: int, cautious: bool = False) -> float:
+        """Expected seconds of a change of so many workers; `cautious`: seldom exceeded."""
+        mean = self.changes[kind]
+        if mean.weight == 0:
+            return float(getattr(self._costs, kind).seconds(workers))
+        return (mean.cautious if cautious else mean.value) * self._unit_s(kind, workers) if workers else 0.0
+
+    def _unit_s(self, kind: str, workers: int) -> float:
+        """The profile's cost; a second where it has none, so that a factor is seconds."""
+        return float(getattr(self._costs, kind).seconds(workers)) or 1.0
+
+    def workload(self, batch: float | None = None) -> Workload:
+        """The present estimate."""
+        learned: dict[str, Any] = {name: mean.value for name, mean in self.means.items()}
+        learned["longest"] = max(learned["longest"], learned["context"])
+        observed = self._workload.turn_quantiles or any(one.weight for one in self._quantiles)
+        marks = tuple(np.maximum.accumulate([one.value for one in self._quantiles]).tolist()) if observed else ()
+        factor = min(4.0, max(0.25, self.calibration.value))
+        return replace(self._workload, batch=batch or self._workload.batch, turn_quantiles=marks, calibration=factor, **learned)
+
+    def costs(self) -> CostProfile:
+        """The present estimate. Steps include host time; `max_batch` and `max_context` grow with what was seen."""
+        base, per_seq, per_context, experts = (float(value) for value in self._decode.coefficients)
+        decode = DecodeCost(
+            base_s=base,
+            per_seq_s=per_seq,
+            per_context_s=per_context,
+            experts_s=experts,
+            expert_keep=self._costs.decode.expert_keep,
+        )
+        start, per_token, per_pair = (float(value) for value in self._prefill.coefficients)
+        prefill = PrefillCost(base_s=start, per_token_s=max(per_token, 1e-12), per_pair_s=per_pair)
+        learned: dict[str, Any] = {kind: self._change(kind) for kind in CHANGES}
+        return replace(
+            self._costs,
+            decode=decode,
+            prefill=prefill,
+            transfer_bytes_per_s=self._transfer.value,
+            step_overhead_s=0.0,
+            max_batch=self._seen_batch,
+            max_context=self._seen_context,
+            **learned,
+        )
+
+    def confidence(self) -> dict[str, float]:
+        """0 (the prior alone) to 1, by name."""
+        fits = {"decode": self._decode, "prefill": self._prefill}
+        learned = {name: fit.weight / (fit.weight + fit.prior) for name, fit in fits.items()}
+        return {name: mean.confidence for name, mean in self.means.items()} | learned
+
+    def _change(self, kind: str) -> ChangeCost:
+        """The profile's cost of `kind`, times the factor that was learned."""
+        given: ChangeCost = getattr(self._costs, kind)
+        mean = self.changes[kind]
+        if mean.weight == 0:
+            return given
+        if given.seconds(1) == 0:
+            return ChangeCost(fixed_s=mean.value)
+        return ChangeCost(fixed_s=given.fixed_s * mean.value, per_worker_s=given.per_worker_s * mean.value)
+
+    def _observe_quantiles(self, telemetry: StepTelemetry) -> None:
+        marks = telemetry.turn_quantiles
+        if not marks:
+            return
+        rising = len(marks) == len(QUANTILES) and all(math.isfinite(mark) and mark > 0 for mark in marks)
+        if not rising or list(marks) != sorted(marks):
+            self.rejected["turn_quantiles"] += 1
+            return
+        for mean, mark in zip(self._quantiles, marks, strict=True):
+            mean.observe(mark, telemetry.trajectories)
+
+    def _observe_decode(self, samples: tuple[DecodeSample, ...]) -> None:
+        good = [one for one in samples if _sound(one.seconds, one.count, one.batch, MOST_SEQUENCES, one.context)]
+        self.rejected["decode"] += len(samples) - len(good)
+        if good:
+            rows = [self._decode_row(one.batch, one.context) for one in good]
+            self._decode.observe(rows, [one.seconds for one in good], [one.count for one in good])
+            self._seen_batch = max(self._seen_batch, *(one.batch for one in good))
+            self._seen_context = max(self._seen_context, *(one.context for one in good))
+
+    def _observe_prefill(self, samples: tuple[PrefillSample, ...]) -> None:
+        good = [one for one in samples if _sound(one.seconds, one.count, one.new, MOST_TOKENS, one.prefix)]
+        self.rejected["prefill"] += len(samples) - len(good)
+        if good:
+            rows = [_prefill_row(one.new, one.prefix) for one in good]
+            self._prefill.observe(rows, [one.seconds for one in good], [one.count for one in good])
+
+    def _decode_row(self, batch: float, context: float) -> list[float]:
+        keep = self._costs.decode.expert_keep
+        return [1.0, batch, batch * context, 1.0 - keep**batch if keep else 0.0]
+
+
+def _prefill_row(new: float, prefix: float) -> list[float]:
+    return [1.0, new, new * (prefix + new / 2)]
+
+
+def _decode_coefficients(costs: CostProfile) -> list[float]:
+    cost = costs.decode
+    return [cost.base_s + costs.step_overhead_s, cost.per_seq_s, cost.per_context_s, cost.experts_s]
+
+
+def _prefill_coefficients(costs: CostProfile) -> list[float]:
+    return [costs.prefill.base_s + costs.step_overhead_s, costs.prefill.per_token_s, costs.prefill.per_pair_s]
+
+
+def _sound(seconds: float, count: float, size: float, most: float, context: float) -> bool:
+    numbers = all(math.isfinite(value) for value in (seconds, count, size, context))
+    return numbers and 0 < seconds <= LONGEST_STEP_S and count > 0 and 0 < size <= most and 0 <= context <= MOST_TOKENS

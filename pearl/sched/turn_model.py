@@ -1,0 +1,256 @@
+"""How long a turn takes in a pool of workers that many trajectories share: a closed queueing model, for many pools at once.
+
+Owns the model and its solution; it does not know shapes that are allowed, thresholds or the paper's forms. Pure numpy.
+
+A trajectory cycles through its environment (a delay), the prefill of what is new, the way of its KV to where it decodes, and
+`r` decode steps. n trajectories share `decoders` workers, and `prefillers` others in a split pool. With d sequences decoding
+on each decoder, by Little's law, everything follows without iteration:
+
+    u = d / (d * w_local * k + r * t(d))          turns per second and decoder; t(d): seconds of a step
+    D = d / u = d * w_local * k + r * t(d)        decoding, slowed down by prefills on the same worker
+    W = w / (1 - k * rho)                         prefill under processor sharing; rho: share of time its worker computes them
+    R = Z + W_remote + W_local + X + D            a turn; Z: environment and overhead, X: transfer
+
+k = (m - 1) / m for m trajectories per worker: who arrives meets the others, not itself (arrival theorem; Schweitzer 1979 for
+the closed form). The d that is right is the one of which the n trajectories spend the share D / R decoding: a root, found by
+bracketing for all pools together.
+
+Memory: a decoder runs at most H / context sequences; what else is under way waits (`queue`). Prefixes of trajectories that are
+with their environment stay cached while there is room; the share for which there is none is computed again (where prompts are
+computed) and sent whole (where KV is sent). What was generated on a decoder is computed again by the prefiller that gets the
+next turn, since only the decoder has its KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pearl.sched.cost_profile import CostProfile
+from pearl.sched.workload import Workload
+
+Array = Any  # float64 arrays that broadcast against each other
+
+ROOT_STEPS = 8
+"""Of the bracketing."""
+
+PLACING_PASSES = 1
+"""What a pool loses from its caches depends on who is placed there, and the reverse."""
+
+KV_SLACK = 0.97
+"""Share of a pool that can be filled before blocks run out in practice: tails of blocks, room for growth."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One turn in each pool, in seconds; arrays. `trajectories` are those in the pool, `decode_batch` per decoder.
+
+    `kv_use` is the larger of context that is wanted over room, per kind of worker; above 1 something is computed again.
+    """
+
+    turn: Array
+    wait: Array
+    prefill: Array
+    transfer: Array
+    decode: Array
+    interference: Array
+    queue: Array
+    trajectories: Array
+    decode_batch: Array
+    prefill_busy: Array
+    miss_share: Array
+    kv_use: Array
+
+
+class TurnModel:
+    """The model of one workload on one kind of worker."""
+
+    def __init__(self, workload: Workload, costs: CostProfile) -> None:
+        w = workload
+        self.workload, self.costs = workload, costs
+        self._mixed_workers: dict[float, tuple[Array, Array]] = {}
+        self._room = KV_SLACK * costs.kv_capacity_tokens / w.context
+        """Trajectories whose KV one worker holds."""
+        new = w.first_prompt / w.turns + w.appended
+        self._mixed_new = new
+        self._remote_new = new + w.generated
+        self._whole_s = float(costs.prefill_s(w.context, 0.0))
+        local = w.local_appended or new
+        self._mixed_s = float(costs.prefill_s(new, w.context))
+        self._remote_s = (1 - w.local_share) * float(costs.prefill_s(self._remote_new, w.context))
+        self._local_s = w.local_share * float(costs.prefill_s(local, w.context))
+        self._sent = (1 - w.local_share) * new
+        self._outside = w.env_s + w.overhead_s
+        self._byte_s = costs.kv_bytes_per_token / costs.transfer_bytes_per_s
+
+    def solve(self, decoders: Array, prefillers: Array, trajectories: Array) -> Turn:
+        """Pools whose number of trajectories is known. `prefillers` 0 means that all its workers are mixed."""
+        decoders, prefillers, trajectories = np.broadcast_arrays(*_floats(decoders, prefillers, trajectories))
+        return self._solve(decoders, prefillers, trajectories, None)
+
+    def solve_beside(self, decoders: Array, prefillers: Array, mixed: Array, alive: Array) -> Turn:
+        """Pools beside `mixed` other, mixed workers; arrays of shape (pools, 1), `alive` of shape (segments,).
+
+        The first of the `alive` trajectories are placed so that turns take equally long in both parts, and each part keeps
+        its share of them as they get fewer. The Turn is that of the first part (`trajectories` says how many that is), and
+        as long as the slower part's. The placement is found approximately, what it leads to is solved exactly; so no
+        prediction is better than what can be had.
+        """
+        decoders, prefillers, mixed = np.broadcast_arrays(*_floats(decoders, prefillers, mixed))
+        everybody = float(alive[0])
+        times, held = self._mixed_worker(everybody)
+        least = everybody / 1024  # a part that is no use still exists
+
+        def there(turn: Array) -> Array:
+            return np.minimum(np.maximum(everybody - mixed * np.interp(turn, times, held), least), everybody - least)
+
+        here = everybody * (decoders + prefillers) / (decoders + prefillers + mixed)
+        for _ in range(PLACING_PASSES):
+            here = 0.5 * (here + self._solve(decoders, prefillers, here, there).trajectories)
+        split = self.solve(decoders, prefillers, here / everybody * alive)
+        beside = np.interp((1 - here / everybody) * alive / mixed, held, times)
+        return replace(split, turn=np.maximum(split.turn, beside))
+
+    def _mixed_worker(self, most: float) -> tuple[Array, Array]:
+        """(turn, trajectories) of one mixed worker, both rising: what it holds if turns may take so long."""
+        if most not in self._mixed_workers:
+            held = np.concatenate(([0.0], np.geomspace(min(0.01, most), most, 160)))
+            turns = self.solve(1.0, 0.0, np.maximum(held, 1e-6)).turn
+            self._mixed_workers[most] = (np.maximum.accumulate(turns), held)
+        return self._mixed_workers[most]
+
+    def _solve(self, decoders: Array, prefillers: Array, assumed: Array, there: Callable[[Array], Array] | None) -> Turn:
+        """Finds d by the Illinois variant of false position.
+
+        `assumed` trajectories decide what caches hold; `there(turn)` says how many there are if a turn takes that long, and is
+        None if that is what was assumed.
+        """
+        pools = _Pools(self, decoders, prefillers, assumed)
+
+        def excess(d: Array) -> Array:
+            terms = self._terms(d, pools)
+            here = assumed if there is None else there(terms.turn)
+            return here * terms.share / decoders - d
+
+        most = (assumed if there is None else there(np.zeros_like(assumed))) / decoders
+        room = np.minimum(self._room, most)
+        low, high = 1e-6 * room, np.minimum(room, self._saturated(pools))
+        f_low, f_high = excess(low), excess(high)
+        full = f_high > 0  # more want to decode than there is room for
+        side = np.zeros_like(high)
+        for _ in range(ROOT_STEPS):
+            weight = np.minimum(0.99, np.maximum(0.01, f_low / np.maximum(1e-300, f_low - f_high)))
+            middle = low + weight * (high - low)
+            f_middle = excess(middle)
+            up = f_middle > 0
+            f_high = np.where(up, np.where(side > 0, 0.5, 1.0) * f_high, f_middle)
+            f_low = np.where(up, f_middle, np.where(side < 0, 0.5, 1.0) * f_low)
+            low, high, side = np.where(up, middle, low), np.where(up, high, middle), np.where(up, 1.0, -1.0)
+        weight = np.minimum(1.0, np.maximum(0.0, f_low / np.maximum(1e-300, f_low - f_high)))
+        d = np.where(full, room, low + weight * (high - low))
+        terms = self._terms(d, pools)
+        return self._turn(d, pools, assumed if there is None else there(terms.turn), full, terms)
+
+    def _saturated(self, pools: _Pools) -> Array:
+        """No fewer than the sequences per decoder that keep all prefill workers busy; infinite if nothing does."""
+        w, decode = self.workload, self.costs.decode
+        rate = 1 / np.maximum(1e-300, pools.busy_per_rate * pools.others_remote)  # turns per second and decoder
+        crowded = pools.crowded + w.generated * (decode.per_seq_s + decode.per_context_s * w.context)
+        left = 1 - rate * crowded
+        step = decode.base_s + decode.experts_s + self.costs.step_overhead_s
+        return np.where(left > 0, rate * w.generated * step / np.where(left > 0, left, 1.0), np.inf)
+
+    def _terms(self, d: Array, pools: _Pools) -> _Terms:
+        """A turn with `d` sequences decoding per decoder; `share` of it is 0 where the prefill workers cannot keep up."""
+        w = self.workload
+        lost = pools.held - self._room
+        lost = np.minimum(1.0, np.maximum(0.0, lost / np.maximum(1e-9, pools.held - d))) if pools.short else 0.0
+        local = pools.local + pools.whole_local * lost
+        steps = w.generated * self.costs.decode_step_s(d, w.context)
+        crowded = pools.crowded + pools.crowded_by_lost * lost
+        decode = d * crowded + steps
+        rate = d / decode
+        wait = local / (1 - np.minimum(0.999, rate * crowded))
+        transfer = pools.transfer + pools.transfer_by_lost * lost
+        busy = rate * pools.busy_per_rate
+        free = np.maximum(0.0, 1 - pools.others_remote * busy)
+        scaled = (self._outside + wait + transfer + decode) * free + pools.remote
+        return _Terms(
+            share=decode * free / scaled,
+            turn=scaled / np.maximum(free, 1e-9),
+            steps=steps,
+            decode=decode,
+            rate=rate,
+            wait=wait,
+            transfer=transfer,
+            busy=busy + pools.mixed * rate * local,
+            miss=pools.miss + pools.miss_by_lost * lost,
+        )
+
+    def _turn(self, d: Array, pools: _Pools, here: Array, full: Array, terms: _Terms) -> Turn:
+        """By Little's law; what no other term accounts for is waiting: for prefill workers, or for room in full pools."""
+        turn = here / (pools.decoders * terms.rate)
+        known = self._outside + terms.wait + terms.transfer + terms.decode
+        queue = np.where(full, np.maximum(0.0, turn - terms.turn), 0.0)
+        return Turn(
+            turn=turn,
+            wait=np.full_like(turn, self._outside),
+            prefill=terms.wait + pools.split * np.maximum(0.0, turn - known - queue),
+            transfer=terms.transfer + np.zeros_like(turn),
+            decode=terms.steps,
+            interference=terms.decode - terms.steps,
+            queue=queue,
+            trajectories=here,
+            decode_batch=d,
+            prefill_busy=terms.busy,
+            miss_share=terms.miss + np.zeros_like(turn),
+            kv_use=np.maximum(pools.held, pools.split * pools.held_remote) / self._room,
+        )
+
+
+@dataclass(slots=True)
+class _Terms:
+    """Of one turn, in seconds but for `share`, `rate` (turns per second and decoder), `busy` and `miss`."""
+
+    share: Array
+    turn: Array
+    steps: Array
+    decode: Array
+    rate: Array
+    wait: Array
+    transfer: Array
+    busy: Array
+    miss: Array
+
+
+class _Pools:
+    """What does not depend on how many decode: counts, what caches hold, and the work of a turn."""
+
+    def __init__(self, model: TurnModel, decoders: Array, prefillers: Array, here: Array) -> None:
+        w, c, room = model.workload, model.costs, model._room
+        self.decoders = decoders
+        self.split = (prefillers > 0).astype(np.float64)
+        self.mixed = 1.0 - self.split
+        some = np.maximum(prefillers, 1.0)
+        self.held, self.held_remote = here / decoders, here / some
+        self.short = bool((self.held > room).any())
+        """Whether any decoder loses cached prefixes."""
+        lost_remote = np.maximum(0.0, 1 - room / self.held_remote) * self.split
+        again = 1 - w.miss_share
+        self.miss, self.miss_by_lost = w.miss_share + again * lost_remote, again * self.mixed
+        self.local = self.split * model._local_s + self.mixed * (model._mixed_s + w.miss_share * model._whole_s)
+        self.whole_local = self.miss_by_lost * model._whole_s
+        others = c.mixing * np.maximum(0.0, 1 - 1 / self.held)
+        self.crowded, self.crowded_by_lost = self.local * others, self.whole_local * others
+        self.remote = self.split * (model._remote_s + (1 - w.local_share) * model._whole_s * self.miss)
+        self.busy_per_rate = decoders * self.remote / some
+        self.others_remote = np.maximum(0.0, 1 - 1 / self.held_remote)
+        self.transfer = self.split * (model._sent * model._byte_s + c.transfer_base_s)
+        self.transfer_by_lost = self.split * (w.context * model._byte_s)
+
+
+def _floats(*values: Array) -> list[Array]:
+    return [np.asarray(value, dtype=np.float64) for value in values]

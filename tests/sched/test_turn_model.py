@@ -1,0 +1,135 @@
+"""The queueing model: exact where it can be worked out by hand, close to a simulation of the same pool elsewhere."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from sched_cases import COSTS, LOAD, busy_load
+
+from pearl.sched.published import qwen3_30b_a3b_h800
+from pearl.sched.turn_model import TurnModel
+
+
+def simulated_turn(decoders: int, prefillers: int, count: int, seed: int = 0) -> float:
+    """Seconds per turn of `count` trajectories with exponential environments: what LOAD and COSTS mean, event by event.
+
+    A worker with prompts to compute shares its time among them and decodes nothing meanwhile; decode steps get longer with
+    every sequence. Nothing is lost from caches.
+    """
+    draw = random.Random(seed)
+    new = LOAD.appended + (LOAD.generated if prefillers else 0)
+    work = float(COSTS.prefill_s(new, LOAD.context))
+    state = [["env", draw.expovariate(1 / LOAD.env_s), 0] for _ in range(count)]
+    now, turns, began = 0.0, 0, 0.0
+    while turns < count * 60:
+        if turns >= count * 10 and not began:
+            began, skipped = now, turns
+        prompts = [0] * max(decoders, prefillers)
+        decoding = [0] * decoders
+        for what, _, place in state:
+            if what == "prefill":
+                prompts[place] += 1
+            elif what == "decode":
+                decoding[place] += 1
+        speeds = []
+        for what, _, place in state:
+            if what == "env":
+                speeds.append(1.0)
+            elif what == "prefill":
+                speeds.append(1 / prompts[place])
+            else:
+                stopped = not prefillers and prompts[place]
+                speeds.append(0.0 if stopped else 1 / float(COSTS.decode_step_s(decoding[place], LOAD.context)))
+        step = min(left / speed for (_, left, _), speed in zip(state, speeds, strict=True) if speed)
+        now += step
+        for number, (row, speed) in enumerate(zip(state, speeds, strict=True)):
+            row[1] -= step * speed
+            if row[1] > 1e-12:
+                continue
+            if row[0] == "env":
+                row[:] = ["prefill", work, number % (prefillers or decoders)]
+            elif row[0] == "prefill":
+                row[:] = ["decode", LOAD.generated, number % decoders]
+            else:
+                row[:] = ["env", draw.expovariate(1 / LOAD.env_s), 0]
+                turns += 1
+    return (now - began) * count / (turns - skipped)
+
+
+@pytest.mark.parametrize(
+    ("decoders", "prefillers", "count"), [(2, 0, 4), (2, 0, 24), (3, 0, 9), (2, 1, 8), (3, 2, 30), (2, 2, 24), (4, 1, 48)]
+)
+def test_it_agrees_with_a_simulation(decoders: int, prefillers: int, count: int) -> None:
+    turn = TurnModel(LOAD, replace(COSTS, kv_capacity_tokens=1e9)).solve(decoders, prefillers, count).turn
+    assert float(turn) == pytest.approx(simulated_turn(decoders, prefillers, count), rel=0.05)
+
+
+def test_a_single_trajectory_waits_for_nobody() -> None:
+    turn = TurnModel(LOAD, COSTS).solve(1, 0, 1)
+    alone = LOAD.env_s + COSTS.prefill_s(400, 4000) + 100 * COSTS.decode_step_s(1.0, 4000)
+    assert float(turn.turn) == pytest.approx(float(alone), rel=0.02) and float(turn.queue) == 0
+    split = TurnModel(LOAD, COSTS).solve(1, 1, 1)
+    sent = 400 * 1e5 / 1e10
+    alone = LOAD.env_s + COSTS.prefill_s(500, 4000) + 100 * COSTS.decode_step_s(1.0, 4000) + sent
+    assert float(split.turn) == pytest.approx(float(alone), rel=0.02) and float(split.transfer) == pytest.approx(sent)
+
+
+def test_what_is_busy_all_the_time_sets_the_pace() -> None:
+    """Bottleneck law: a turn is no shorter than the work of all trajectories on the busiest workers, and about that if many."""
+    load = replace(LOAD, appended=4000.0, context=1000.0, longest=6000.0)
+    turn = TurnModel(load, COSTS).solve(8, 1, 60)
+    work = 60 * float(COSTS.prefill_s(4100, 1000))
+    assert float(turn.turn) == pytest.approx(work, rel=0.02) and float(turn.turn) >= work * 0.999
+    assert float(turn.prefill_busy) == pytest.approx(1.0, rel=0.02)
+
+
+def test_terms_add_up_to_the_turn() -> None:
+    for shape in ((4, 0, 64), (3, 2, 64), (1, 1, 64), (5, 3, 7)):
+        turn = TurnModel(busy_load(), qwen3_30b_a3b_h800()).solve(*shape)
+        parts = turn.wait + turn.prefill + turn.transfer + turn.decode + turn.interference + turn.queue
+        assert float(parts) == pytest.approx(float(turn.turn), rel=2e-3)
+
+
+def test_more_workers_never_make_a_turn_longer() -> None:
+    model = TurnModel(busy_load(), qwen3_30b_a3b_h800())
+    workers = np.arange(1, 40)
+    assert (np.diff(model.solve(workers, 0, 64).turn) < 1e-9).all()
+    assert (np.diff(model.solve(workers, 4, 64).turn) < 1e-9).all()
+    assert (np.diff(model.solve(4, workers, 64).turn) < 1e-9).all()
+
+
+def test_memory_that_is_short_costs() -> None:
+    """With contexts for 25 trajectories per worker, 24 lose nothing, 60 compute again, and running ones queue for room."""
+    ample = TurnModel(LOAD, replace(COSTS, kv_capacity_tokens=1e9))
+    short = TurnModel(LOAD, COSTS)
+    assert float(short.solve(1, 0, 24).turn) == float(ample.solve(1, 0, 24).turn)
+    lost = short.solve(1, 0, 60)
+    assert float(lost.miss_share) > 0.5 and float(lost.turn) > 1.3 * float(ample.solve(1, 0, 60).turn)
+    tiny = TurnModel(LOAD, replace(COSTS, kv_capacity_tokens=9_000.0)).solve(1, 4, 60)
+    assert float(tiny.queue) > 0.5 * float(tiny.turn) and float(tiny.decode_batch) == pytest.approx(0.97 * 9 / 4)
+    prefix = TurnModel(LOAD, COSTS).solve(10, 1, 60)
+    assert float(prefix.miss_share) == pytest.approx(1 - 0.97 * 25 / 60), "the prefiller's cache is short too"
+
+
+def test_misses_and_short_appends_are_priced() -> None:
+    model = TurnModel(LOAD, COSTS)
+    missing = TurnModel(replace(LOAD, miss_share=0.5), COSTS)
+    assert float(missing.solve(4, 0, 4).turn - model.solve(4, 0, 4).turn) == pytest.approx(
+        0.5 * COSTS.prefill_s(4000, 0), rel=0.05
+    )
+    local = TurnModel(replace(LOAD, local_share=1.0, local_appended=50.0), COSTS)
+    assert float(local.solve(4, 1, 60).turn) < float(model.solve(4, 1, 60).turn), "an overloaded prefill worker is relieved"
+    assert float(local.solve(4, 1, 60).interference) > 0 == float(model.solve(4, 1, 60).interference)
+
+
+def test_a_hybrid_gives_both_parts_turns_of_equal_length() -> None:
+    model = TurnModel(busy_load(), qwen3_30b_a3b_h800())
+    for shape in ((3, 1, 2), (5, 3, 8), (2, 2, 1)):
+        turn = model.solve_beside(*([[float(count)]] for count in shape), np.array([64.0]))
+        beside = model.solve(shape[2], 0, 64 - turn.trajectories)
+        alone = model.solve(shape[0], shape[1], turn.trajectories)
+        assert float(turn.turn.item()) == pytest.approx(max(beside.turn.item(), alone.turn.item()), rel=0.01)
+        assert beside.turn.item() == pytest.approx(alone.turn.item(), rel=0.1)
