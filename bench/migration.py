@@ -24,7 +24,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,7 +83,7 @@ class Case:
         memory = Arena(CPU)
         shape = (self.layers, 2, self.num_blocks, self.kv_heads, BLOCK_TOKENS, self.head_dim)
         tensor = memory.shared_zeros(shape, torch.bfloat16).fill_(1)
-        return Pool(tensor=tensor, memory=memory, layout=layout, leases=LeaseWords(np.zeros(self.num_blocks, np.int64)))
+        return Pool(tensor=tensor, memory=memory, layout=layout, leases=LeaseWords.zeros(self.num_blocks))
 
 
 CASES = (

@@ -79,6 +79,8 @@ class Demo:
         self.switches: list[tuple[float, str]] = []
         self.prompts: dict[str, int] = {}
         self.asked = self.ended = self.moved = 0
+        self.arriving: list[tuple[str, Engine, Engine]] = []
+        """Transfers whose KV is still being copied, from where and to where."""
 
     def run(self) -> None:
         """Until the time is over and every request has ended."""
@@ -123,9 +125,14 @@ class Demo:
         first, second = (worker.engine for worker in self.workers)
         for source, destination in ((first, second), (second, first)):
             for transfer in source.take_handoffs():
-                taken = destination.import_kv(transfer)
-                source.finish_export(transfer.transfer_id, taken)
+                name, taken = transfer.transfer_id, destination.import_kv(transfer)
+                source.finish_export(name, taken, arrived=not destination.is_arriving(name))
                 self.moved += taken
+                if destination.is_arriving(name):
+                    self.arriving.append((name, source, destination))
+        for entry in [entry for entry in self.arriving if not entry[2].is_arriving(entry[0])]:
+            self.arriving.remove(entry)
+            entry[1].finish_export(entry[0], True)  # now its KV may go there
 
     def draw(self, path: Path) -> None:
         """Tokens per second of each worker over time, prompts and answers apart."""

@@ -12,9 +12,10 @@ from pearl.sampling_params import SamplingParams
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """What the bytes of a pool kv[layer, 2, block, kv_head, ...] mean. Two pools can exchange blocks if all fields are equal.
+    """What the bytes of a pool kv[layer, 2, block, kv_head, ...] mean. Two pools can exchange blocks if all fields are equal,
+    and parts of blocks if only their heads differ.
 
-    `num_kv_heads` are those of one rank; `order` is the kernels' order inside a (block, head).
+    `order` is the kernels' order inside a (block, head).
     """
 
     dtype: str
@@ -26,13 +27,17 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a pool is. `addresses`: name of a transport -> where that transport finds the pool, in its own words."""
+    """Where a pool is. `addresses`: name of a transport -> where that transport finds the pool, in its own words.
+
+    `heads`: which of the model's kv heads, from the first to the one before the second, it has; None: all of them.
+    """
 
     worker: str
     host: str
     pid: int
     num_blocks: int
     addresses: dict[str, str]
+    heads: tuple[int, int] | None = None
 
 
 class RequestState(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +75,10 @@ class KVTransfer(msgspec.Struct, frozen=True, kw_only=True):
     `blocks` (of the source's pool, in order) are leased for at most `deadline` seconds from when the offer was made; after
     that, or once the offer was finished or withdrawn, they may hold anything. Who reads them checks afterwards that the word
     of the last block (see `migration.transport.LeaseWords`) still is `lease_word`.
+
+    A source of several ranks has `peers` beside `source`, by rank; block ids and words are the same in all of their pools, and
+    `layout` has the heads of the whole model. `growing`: this is no offer yet, only leave to read the prompt's KV while it is
+    written (`LeaseWords.progress`); the offer will have the same id, word and blocks, if it comes.
     """
 
     transfer_id: str
@@ -84,12 +93,14 @@ class KVTransfer(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     deadline: float
     reservation_id: str | None = None
+    peers: list[KVEndpoint] = []
+    growing: bool = False
 
 
 class KVReservation(msgspec.Struct, frozen=True, kw_only=True):
     """A credit: room for a prompt and its first token in `destination`, held for `deadline` seconds from when it was given.
 
-    The first `num_cached_tokens` tokens are there already and need not be sent.
+    The first `num_cached_tokens` tokens are there already and need not be sent. `layout` has the heads of the whole model.
     """
 
     reservation_id: str

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Callable
 
 import msgspec
 import torch
+from fake_nccl import HostNccl
 from migration_cases import make_pool, offer
 
 from pearl.engine.migration.cuda_ipc import CudaIpcTransport
@@ -19,7 +22,12 @@ from pearl.kv_transfer import KVLayout
 def main() -> None:
     torch.set_num_threads(1)
     task = json.loads(sys.argv[1])
-    transports: dict[str, type[Transport]] = {"gloo": GlooTransport, "host": HostTransport, "cuda_ipc": CudaIpcTransport}
+    transports: dict[str, Callable[[], Transport]] = {
+        "gloo": GlooTransport,
+        "host": HostTransport,
+        "cuda_ipc": CudaIpcTransport,
+        "nccl": lambda: HostNccl(os.environ["FAKE_NCCL"]),
+    }
     transport = transports[task["transport"]]()
     device = "cuda:0" if transport.name == "cuda_ipc" else "cpu"
     pool = make_pool(msgspec.convert(task["layout"], KVLayout), task["num_blocks"], task["seed"], device)

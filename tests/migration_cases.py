@@ -46,7 +46,7 @@ def make_pool(shape: KVLayout, num_blocks: int, seed: int | None, device: str = 
     else:
         bits = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, tensor.nbytes, np.uint8))
         tensor.view(-1).copy_(bits.view(dtype))
-    return Pool(tensor=tensor, memory=arena, layout=shape, leases=LeaseWords(np.zeros(num_blocks, np.int64)))
+    return Pool(tensor=tensor, memory=arena, layout=shape, leases=LeaseWords.zeros(num_blocks))
 
 
 def offer(

@@ -16,7 +16,7 @@ import torch
 
 from pearl.clock import Clock
 from pearl.engine.comm.communicator import CollectiveError, Communicator
-from pearl.protocol import Role, SamplingParams
+from pearl.protocol import KVReservation, KVTransfer, Role, SamplingParams
 
 FRAME_BYTES = 4096
 """A message travels in one broadcast of this size, its length first; what does not fit follows in a second one."""
@@ -35,6 +35,7 @@ class AddRequest(Call, frozen=True, tag="add_request"):
     params: SamplingParams
     cache_salt: str | None
     session_id: str | None
+    reservation: KVReservation | None
     streaming: bool
 
 
@@ -91,8 +92,48 @@ class DiscardWeights(Call, frozen=True, tag="discard_weights"):
 
 
 class SwitchRole(Call, frozen=True, tag="switch_role"):
+    """The steps of a drain have been run by then."""
+
     role: Role
     drain: str
+
+
+class TakeHandoffs(Call, frozen=True, tag="take_handoffs"):
+    pass
+
+
+class ExportKV(Call, frozen=True, tag="export_kv"):
+    request_id: str
+
+
+class FinishExport(Call, frozen=True, tag="finish_export"):
+    transfer_id: str
+    ok: bool
+    arrived: bool
+
+
+class ImportKV(Call, frozen=True, tag="import_kv"):
+    """`taken`: what the first rank made of it. The KV of each rank may still be lost on its way."""
+
+    transfer: KVTransfer
+    transport: str
+    taken: bool
+
+
+class ReadAlong(Call, frozen=True, tag="read_along"):
+    transfer: KVTransfer
+    transport: str
+
+
+class ReserveKV(Call, frozen=True, tag="reserve_kv"):
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    cache_salt: str | None
+
+
+class ReleaseReservation(Call, frozen=True, tag="release_reservation"):
+    reservation: KVReservation
 
 
 class ResetPrefixCache(Call, frozen=True, tag="reset_prefix_cache"):
@@ -113,7 +154,8 @@ class Close(Call, frozen=True, tag="close"):
 
 CALLS = (
     AddRequest | Abort | Discard | Preempt | Pause | Resume | Step | StageWeights | CommitWeights | StreamWeights | DropWeights
-    | DiscardWeights | SwitchRole | ResetPrefixCache | Sleep | Wake | Close
+    | DiscardWeights | SwitchRole | TakeHandoffs | ExportKV | FinishExport | ImportKV | ReadAlong | ReserveKV
+    | ReleaseReservation | ResetPrefixCache | Sleep | Wake | Close
 )  # fmt: skip
 
 
@@ -140,11 +182,11 @@ class HeldClock:
     @contextlib.contextmanager
     def held(self, now: float) -> Iterator[None]:
         """Stands at `now` inside."""
-        self._held = now
+        before, self._held = self._held, now
         try:
             yield
         finally:
-            self._held = None
+            self._held = before
 
 
 def send_calls(comm: Communicator, calls: list[Call]) -> None:
@@ -159,7 +201,7 @@ def receive_calls(comm: Communicator) -> list[Call]:
 
 def arguments(call: Call) -> dict[str, Any]:
     """The call's own fields: what the method is to be given."""
-    return {name: value for name, value in msgspec.structs.asdict(call).items() if name != "now"}
+    return {name: getattr(call, name) for name in call.__struct_fields__ if name != "now"}
 
 
 def send(comm: Communicator, payload: bytes) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from pearl.clock import Clock, WallClock
@@ -24,17 +24,19 @@ from pearl.engine.comm.agreement import agreed, check_same
 from pearl.engine.comm.communicator import CollectiveError, Communicator
 from pearl.engine.core import UpdateMode
 from pearl.engine.engine import Engine
+from pearl.engine.migration.transport import Transport
 from pearl.engine.request import RequestUpdate
 from pearl.engine.role import Drain, RoleSwitchReport
 from pearl.engine.served_weights import UPDATE_MODES
 from pearl.engine.weights.store import NamedRows
-from pearl.protocol import Role, SamplingParams
+from pearl.protocol import KVReservation, KVTransfer, Role, SamplingParams
 
 
 class Leader(Engine):
     """As Engine, on rank 0 of `comm`; the other ranks are in `worker.follow` with the same `config`.
 
     `check_ranks`: every step all ranks compare the ids they drew (for tests and to look for faults; one more collective).
+    `last_words` says what ranks that are lost gave as their reason, if they gave one.
     """
 
     def __init__(
@@ -45,15 +47,18 @@ class Leader(Engine):
         comm: Communicator,
         load_weights: bool = True,
         text: bool = True,
+        transports: Sequence[Transport] | None = None,
         check_ranks: bool = False,
+        last_words: Callable[[], str] | None = None,
     ) -> None:
-        self.comm, self._check_ranks = comm, check_ranks
+        self.comm, self._check_ranks, self._last_words = comm, check_ranks, last_words
         self._held = HeldClock(clock or WallClock())
         self._noted: list[calls.Call] = []
         self._gone: str | None = None
         config = with_pool(config, comm)
         with agreed(comm):
-            super().__init__(config, self._held, comm, load_weights=load_weights, text=text)
+            super().__init__(config, self._held, comm, load_weights=load_weights, text=text, transports=transports)
+        self.meet(comm)
 
     # ------------------------------------------------------------------------------------------------ requests
 
@@ -64,7 +69,7 @@ class Leader(Engine):
         request_id: str | None = None,
         cache_salt: str | None = None,
         session_id: str | None = None,
-        reservation: Any = None,
+        reservation: KVReservation | None = None,
         *,
         streaming: bool = True,
     ) -> str:
@@ -80,6 +85,7 @@ class Leader(Engine):
             params=params,
             cache_salt=cache_salt,
             session_id=session_id,
+            reservation=reservation,
             streaming=streaming,
         )
         return self._note(call, rid)
@@ -190,8 +196,15 @@ class Leader(Engine):
         self._note(calls.DiscardWeights(now=self._now()), super().discard_weights())
 
     def switch_role(self, role: Role, drain: Drain = "handover") -> RoleSwitchReport:
+        self._now()
+        return super().switch_role(role, drain)
+
+    def _switch(self, role: Role, drain: Drain) -> int:
         now = self._now()
-        return self._note(calls.SwitchRole(now=now, role=role, drain=drain), super().switch_role(role, drain))
+        with self._held.held(now):
+            left = super()._switch(role, drain)
+        told = "handover" if drain == "finish" else drain  # the others have run the same steps
+        return self._note(calls.SwitchRole(now=now, role=role, drain=told), left)
 
     def sleep(self, weights: Literal["keep", "drop"] = "keep") -> None:
         self._note(calls.Sleep(now=self._now(), weights=weights), super().sleep(weights))
@@ -201,6 +214,55 @@ class Leader(Engine):
 
     def reset_prefix_cache(self) -> int:
         return self._note(calls.ResetPrefixCache(now=self._now()), super().reset_prefix_cache())
+
+    # ------------------------------------------------------------------------------------------------ requests that move
+
+    def take_handoffs(self) -> list[KVTransfer]:
+        now = self._now()
+        with self._held.held(now):
+            return self._note(calls.TakeHandoffs(now=now), super().take_handoffs())
+
+    def export_kv(self, request_id: str) -> KVTransfer:
+        now = self._now()
+        with self._held.held(now):
+            return self._note(calls.ExportKV(now=now, request_id=request_id), super().export_kv(request_id))
+
+    def finish_export(self, transfer_id: str, ok: bool, *, arrived: bool = True) -> None:
+        now = self._now()
+        with self._held.held(now):
+            super().finish_export(transfer_id, ok, arrived=arrived)
+        self._note(calls.FinishExport(now=now, transfer_id=transfer_id, ok=ok, arrived=arrived), None)
+
+    def import_kv(self, transfer: KVTransfer, transport: str | Transport = "auto") -> bool:
+        """As Engine's, by the name of a transport. What is taken in runs when the KV is there on all ranks, which is settled
+        with the steps; if one of them cannot get its part, all compute the request again."""
+        now, name = self._now(), _name_of(transport)
+        with self._held.held(now):
+            taken = super().import_kv(transfer, name)
+        return self._note(calls.ImportKV(now=now, transfer=transfer, transport=name, taken=taken), taken)
+
+    def read_along(self, transfer: KVTransfer, transport: str | Transport = "auto") -> bool:
+        now, name = self._now(), _name_of(transport)
+        ways = self._ways_along(transfer, name)
+        if ways is None:
+            return False
+        with self._held.held(now):
+            begun = self._read_along(transfer, ways)
+        return self._note(calls.ReadAlong(now=now, transfer=transfer, transport=name), begun)
+
+    def reserve_kv(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, cache_salt: str | None = None
+    ) -> KVReservation | None:
+        now, ids = self._now(), self._prompt_ids(prompt_token_ids)
+        with self._held.held(now):
+            credit = super().reserve_kv(request_id, ids, params, cache_salt)
+        call = calls.ReserveKV(now=now, request_id=request_id, prompt_token_ids=ids, params=params, cache_salt=cache_salt)
+        return self._note(call, credit)
+
+    def release_reservation(self, reservation: KVReservation) -> None:
+        now = self._now()
+        super().release_reservation(reservation)
+        self._note(calls.ReleaseReservation(now=now, reservation=reservation), None)
 
     def close(self) -> None:
         """Lets the other ranks go. The engine serves nothing afterwards; a second call does nothing."""
@@ -234,6 +296,10 @@ class Leader(Engine):
         except BaseException as error:
             if isinstance(error, CollectiveError) or not isinstance(error, harmless):
                 self._gone = f"{type(error).__name__}: {error}"
+            words = self._last_words() if isinstance(error, CollectiveError) and self._last_words is not None else ""
+            if words:
+                self._gone = words
+                raise CollectiveError(f"{words} ({error})") from error
             raise
 
     @contextlib.contextmanager
@@ -242,6 +308,12 @@ class Leader(Engine):
             yield
         finally:
             send_end(self.comm)
+
+
+def _name_of(transport: str | Transport) -> str:
+    if not isinstance(transport, str):
+        raise ValueError(f"transport={transport!r}: must be a name, since every rank has its own")
+    return transport
 
 
 @contextlib.contextmanager

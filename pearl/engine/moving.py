@@ -1,7 +1,8 @@
-"""Requests between two engines: those on their way out, those on their way in, and credits for those to come.
+"""Requests between two engines: those on their way out, and those on their way in.
 
-Mixed into EngineCore; owns the three books and their leases. It knows no transport, no clock (`now` is a parameter) and no
-bytes. A request that moves is "parked": neither waiting nor running, without a block table; its KV is held by one lease.
+Mixed into EngineCore; owns the books of offers and arrivals and their leases (`growing.py` and `credits.py`: what comes before
+them). It knows no transport, no clock (`now` is a parameter) and no bytes. A request that moves is "parked": neither waiting
+nor running, without a block table; its KV is held by one lease.
 
 Invariants
 - Whatever happens to either side, an offer ends: by `finish_export`, by its deadline, or with its request. It is closed (its
@@ -13,10 +14,13 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pearl.engine.block_manager import BlockManager
+from pearl.engine.credits import Credit, CreditedRoom
 from pearl.engine.ending import TextStream
+from pearl.engine.growing import GrowingRequests
 from pearl.engine.limits import CoreSettings
 from pearl.engine.migration.transport import LeaseWords
 from pearl.engine.request import Request, RequestStatus
@@ -25,7 +29,10 @@ from pearl.engine.scheduler import Scheduler
 
 @dataclass(slots=True, kw_only=True)
 class Export:
-    """An offer: the KV of the request's first `num_tokens` tokens, in `blocks`. `taken`: its owner has been told of it."""
+    """An offer: the KV of the request's first `num_tokens` tokens, in `blocks`. `taken`: its owner has been told of it.
+
+    `given`: the request is another engine's, only its KV is here until it has arrived there.
+    """
 
     transfer_id: str
     request: Request
@@ -37,11 +44,15 @@ class Export:
     epoch: int
     expires: float
     taken: bool = False
+    given: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class Arrival:
-    """A request whose KV is coming. The first `num_held` tokens were here before. `live`: it is still waited for."""
+    """A request whose KV is coming. The first `num_held` tokens were here before. `live`: it is still waited for.
+
+    `begun_as` is the credit under which the copy has begun already.
+    """
 
     transfer_id: str
     request: Request
@@ -51,23 +62,10 @@ class Arrival:
     num_held: int
     expires: float
     live: bool = True
+    begun_as: str | None = None
 
 
-@dataclass(slots=True, kw_only=True)
-class Credit:
-    """Room that is kept for `request` (its prompt and one token), of which `num_held` tokens are cached here."""
-
-    reservation_id: str
-    request: Request
-    lease: int
-    blocks: tuple[int, ...]
-    num_held: int
-    weight_version: int
-    epoch: int
-    expires: float
-
-
-class MovingRequests:
+class MovingRequests(GrowingRequests, CreditedRoom):
     """Mixed into EngineCore, which calls `_init_moving`."""
 
     settings: CoreSettings
@@ -77,23 +75,29 @@ class MovingRequests:
     weight_version: int
     epoch: int
     _texts: dict[str, TextStream]
+    _new_text: Callable[[Request], TextStream] | None
 
     def _init_moving(self, name: str, words: LeaseWords) -> None:
         self.name, self._words = name, words
         self.exports: dict[str, Export] = {}
         self.arrivals: dict[str, Arrival] = {}
-        self.credits: dict[str, Credit] = {}
-        self.num_stale_messages = 0
         self._lapsed: dict[str, str] = {}
         """Offers that ended without an answer -> the request, as long as that is here."""
         self._num_ids = 0
+        self._init_growing()
+        self._init_credits()
 
     # ------------------------------------------------------------------------------------------------ on the way out
 
     @property
     def only_offers(self) -> bool:
         """Whether all requests here wait for an answer to their offer."""
-        return bool(self.exports) and len(self.exports) == len(self.requests)
+        return bool(self.requests) and self.num_offered == len(self.requests)
+
+    @property
+    def num_offered(self) -> int:
+        """Requests that wait for an answer to their offer."""
+        return sum(not export.given for export in self.exports.values())
 
     def offer(self, request: Request, now: float) -> Export:
         """Parks a request that no unfinished output holds, under a lease on its written KV. RuntimeError otherwise."""
@@ -103,13 +107,16 @@ class MovingRequests:
         blocks = tuple(request.block_table[: self.blocks.blocks_for(num_tokens)])
         lease = self.blocks.lease(request.block_table)  # all of it: in the middle of a prompt it has room for the rest
         self.scheduler.park(request)
+        known = self._taken_over(request, num_tokens)
+        if known is None:
+            known = self._next_id("t"), self._words.open(blocks[-1]) if blocks else 0
 
         export = Export(
-            transfer_id=self._next_id("t"),
+            transfer_id=known[0],
             request=request,
             lease=lease,
             blocks=blocks,
-            word=self._words.open(blocks[-1]) if blocks else 0,
+            word=known[1],
             num_tokens=num_tokens,
             weight_version=self.weight_version,
             epoch=self.epoch,
@@ -125,8 +132,9 @@ class MovingRequests:
             export.taken = True
         return offers
 
-    def finish_export(self, transfer_id: str, ok: bool) -> Request | None:
+    def finish_export(self, transfer_id: str, ok: bool, arrived: bool = True) -> Request | None:
         """Ends an offer. `ok`: another engine has the request, which is forgotten here and returned. Else it goes on here.
+        Unless its KV has `arrived`, that stays to be read, until a second such answer says so or its deadline has passed.
 
         An offer that has ended already is ignored and counted; but if it had lapsed and its request, now going on here, turns
         out to have been taken after all, it is given up here.
@@ -139,29 +147,42 @@ class MovingRequests:
             if not ok or request is None or request.status is RequestStatus.FINISHED:
                 return None
             return self._forget(request)
-        if ok:
-            return self._forget(export.request)
-        self._take_back(export)
-        return None
+        if export.given:
+            if arrived:
+                self._close(export)
+            return None
+        if not ok:
+            self._take_back(export)
+            return None
+        export.given = not arrived
+        return self._forget(export.request)
 
     def _take_back(self, export: Export, *, lost: bool = False) -> None:
         """The request goes on here with its KV, or from its tokens if that is `lost` or there is none."""
         request = export.request
-        self._close(export)
         request.stays = not lost
         if lost or not export.num_tokens:
-            self.blocks.release_lease(export.lease)
+            self._close(export)
             self.scheduler.requeue(request, lost=export.num_tokens > 0)
             return
+        self._withdraw(export)
         self.blocks.adopt(request, export.lease, export.num_tokens)
         self.scheduler.unpark(request)
 
     def _lapse(self, export: Export, *, lost: bool = False) -> None:
-        """Takes an offer back that somebody may have accepted meanwhile."""
+        """Takes an offer back that somebody may have accepted meanwhile; only closes one whose request has been given away."""
+        if export.given:
+            self._close(export)
+            return
         self._take_back(export, lost=lost)
         self._lapsed[export.transfer_id] = export.request.request_id
 
     def _close(self, export: Export) -> None:
+        """Nobody needs its KV any more."""
+        self._withdraw(export)
+        self.blocks.release_lease(export.lease)
+
+    def _withdraw(self, export: Export) -> None:
         del self.exports[export.transfer_id]
         if export.blocks:
             self._words.close(export.blocks[-1])
@@ -177,48 +198,6 @@ class MovingRequests:
         self._texts.pop(request.request_id, None)
         return request
 
-    # ------------------------------------------------------------------------------------------------ credits
-
-    def reserve(self, request: Request, now: float) -> Credit | None:
-        """Keeps room for a request that is not here yet: its tokens, one more, and a place among the running; None if full.
-
-        Only the newest credit for a request counts.
-        """
-        for credit in [credit for credit in self.credits.values() if credit.request.request_id == request.request_id]:
-            self.release_credit(credit.reservation_id)
-        found = self._room_for(request, len(request.token_ids) + 1, cached=True)
-        if found is None:
-            return None
-        lease, blocks, num_held = found
-        credit = Credit(
-            reservation_id=self._next_id("r"),
-            request=request,
-            lease=lease,
-            blocks=blocks,
-            num_held=num_held,
-            weight_version=self.weight_version,
-            epoch=self.epoch,
-            expires=now + self.settings.transfer_deadline,
-        )
-        self.credits[credit.reservation_id] = credit
-        self.scheduler.num_reserved += 1
-        return credit
-
-    def release_credit(self, reservation_id: str) -> None:
-        """Gives the room back; a credit that has ended already is ignored and counted."""
-        if reservation_id not in self.credits:
-            self.num_stale_messages += 1
-            return
-        self.blocks.release_lease(self._spend(reservation_id).lease)
-
-    def _spend(self, reservation_id: str) -> Credit:
-        self.scheduler.num_reserved -= 1
-        return self.credits.pop(reservation_id)
-
-    def _release_credits(self) -> None:
-        for reservation_id in list(self.credits):
-            self.release_credit(reservation_id)
-
     # ------------------------------------------------------------------------------------------------ on the way in
 
     def take_in(
@@ -230,7 +209,8 @@ class MovingRequests:
         has to come, and none of it is ever cached.
         """
         request.cacheable = request.cacheable and version == self.weight_version
-        found = self._credited(request, reservation_id)
+        credit = self._credited(request, reservation_id, transfer_id, version)
+        found = None if credit is None else (credit.lease, credit.blocks, credit.num_held)
         if found is None:
             found = self._room_for(request, len(request.token_ids), cached=request.cacheable)
         if found is None:
@@ -244,6 +224,7 @@ class MovingRequests:
             num_tokens=max(num_tokens, num_held),
             num_held=num_held,
             expires=expires,
+            begun_as=None if credit is None or credit.early is None else credit.reservation_id,
         )
         self.arrivals[transfer_id] = arrival
         self.requests[request.request_id] = request
@@ -252,38 +233,34 @@ class MovingRequests:
         request.stays = True
         return arrival
 
-    def _credited(self, request: Request, reservation_id: str | None) -> tuple[int, tuple[int, ...], int] | None:
-        """The room of the request's credit, which is spent; None, the room given back, if it does not fit the request."""
+    def _credited(self, request: Request, reservation_id: str | None, transfer_id: str, version: int) -> Credit | None:
+        """The request's credit, which is spent; None, the room given back, if it does not fit the request."""
         if reservation_id not in self.credits:
             self.num_stale_messages += reservation_id is not None
             return None
         credit = self._spend(reservation_id)
-        prompt, same = credit.request.token_ids, credit.request.cache_salt == request.cache_salt
-        prefix = not credit.num_held or (same and request.cacheable and credit.weight_version == self.weight_version)
         enough = self.blocks.blocks_for(len(request.token_ids)) <= len(credit.blocks)
-        if prefix and enough and request.token_ids[: len(prompt)] == prompt:
-            return credit.lease, credit.blocks, credit.num_held
-        self.blocks.release_lease(credit.lease)
+        mine = credit.early is None or (credit.early == transfer_id and credit.state != "lost")
+        if enough and mine and self._fits(credit, request, version):
+            return credit
+        self._vacate(credit)
         return None
 
-    def _room_for(self, request: Request, num_tokens: int, *, cached: bool) -> tuple[int, tuple[int, ...], int] | None:
-        """(lease, blocks, tokens of them that the cache had) for a request from elsewhere, or None; `cached`: it may be used.
-
-        One that waits here for room comes first.
-        """
-        if not self.scheduler.has_seat or self.scheduler.is_blocked:
-            return None
-        told = request.num_cached_tokens
-        num_held = self.blocks.match_prefix(request, self.weight_version) if cached else 0
-        request.num_cached_tokens = told
-        missing = self.blocks.num_missing(request, num_tokens) + self.scheduler.num_spare
-        if missing > self.blocks.num_available or not self.blocks.grow(request, num_tokens):
-            self.blocks.free(request)
-            return None
-        blocks = tuple(request.block_table)
-        lease = self.blocks.lease(blocks)
-        self.blocks.free(request)
-        return lease, blocks, num_held
+    def _vacate(self, credit: Credit) -> None:
+        """The room of a spent credit; one into which something is still copied waits for `release_arrival`."""
+        if credit.early is None:
+            self.blocks.release_lease(credit.lease)
+            return
+        self.arrivals[credit.reservation_id] = Arrival(
+            transfer_id=credit.reservation_id,
+            request=credit.request,
+            lease=credit.lease,
+            blocks=credit.blocks,
+            num_tokens=credit.request.num_prompt_tokens,
+            num_held=credit.num_held,
+            expires=credit.expires,
+            live=False,
+        )
 
     def arrived(self, transfer_id: str) -> None:
         """All of it is here: the request runs."""
@@ -312,6 +289,13 @@ class MovingRequests:
         """Nothing is written into the blocks of an arrival that has ended: they may be used again."""
         self.blocks.release_lease(self.arrivals.pop(transfer_id).lease)
 
+    def resume_text(self, request: Request) -> None:
+        """Makes the text of a request that has come with tokens, as far as it has been given out elsewhere."""
+        if self._new_text is not None:
+            stream = self._texts[request.request_id] = self._new_text(request)
+            for token_id in request.output_token_ids:
+                stream.push(token_id)
+
     # ------------------------------------------------------------------------------------------------ what may happen
 
     def expire(self, now: float) -> None:
@@ -336,19 +320,22 @@ class MovingRequests:
         """A request that ends is not on its way any more, and no late answer is about it."""
         if self._lapsed:
             self._lapsed = {offer: name for offer, name in self._lapsed.items() if name != request.request_id}
-        for export in [export for export in self.exports.values() if export.request is request]:
+        self._end_growing(request.request_id)
+        for export in [export for export in self.exports.values() if export.request is request and not export.given]:
             self._close(export)
-            self.blocks.release_lease(export.lease)
         for arrival in self.arrivals.values():
             if arrival.request is request:
                 arrival.live = False
 
     def _check_moving(self) -> None:
         """Every parked request is in exactly one book; raises RuntimeError otherwise."""
-        moving = [export.request.request_id for export in self.exports.values()]
+        moving = [export.request.request_id for export in self.exports.values() if not export.given]
         moving += [arrival.request.request_id for arrival in self.arrivals.values() if arrival.live]
         if sorted(moving) != sorted(self.scheduler.parked):
             raise RuntimeError(f"parked requests {sorted(self.scheduler.parked)} are not those on their way: {sorted(moving)}")
+        strays = [name for name, growing in self.growing.items() if growing.request is not self.scheduler.running.get(name)]
+        if strays:
+            raise RuntimeError(f"requests {strays} may be read along but do not run")
         if self.scheduler.num_reserved != len(self.credits):
             raise RuntimeError(f"{self.scheduler.num_reserved} places are reserved by {len(self.credits)} credits")
 

@@ -18,7 +18,7 @@ import torch
 import pearl.config
 from pearl.config import EngineConfig
 from pearl.engine.comm.communicator import GroupCommunicator
-from pearl.engine.comm.groups import connect, meet, open_store
+from pearl.engine.comm.groups import connect, last_words, meet, open_store
 
 START_S = 120.0
 """Until all ranks have come: they have loaded their code, not yet the model."""
@@ -47,6 +47,11 @@ class Ranks:
         """The group of the instance, as its rank 0. RuntimeError names a rank that ended, TimeoutError one that is missing."""
         meet(self._store, 0, self._size, START_S, self._watch)
         return connect(self._store, 0, self._size, device, COLLECTIVE_S)
+
+    def last_words(self) -> str:
+        """Why ranks that ended did, as far as they said so; empty if none has."""
+        words = last_words(self._store, self._size)
+        return "; ".join(f"rank {rank} of {self._size} ended: {word}" for rank, word in words.items())
 
     def kill(self) -> None:
         """Ends all ranks at once."""

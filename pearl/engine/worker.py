@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from pearl.clock import WallClock
@@ -26,6 +26,8 @@ from pearl.engine.calls import (
     Close,
     CommitWeights,
     HeldClock,
+    ImportKV,
+    ReadAlong,
     StageWeights,
     Step,
     StreamWeights,
@@ -35,27 +37,41 @@ from pearl.engine.calls import (
 )
 from pearl.engine.comm.agreement import agreed, check_same
 from pearl.engine.comm.communicator import CollectiveError, Communicator
-from pearl.engine.comm.groups import connect, join_store, meet
+from pearl.engine.comm.groups import connect, join_store, leave_word, meet
 from pearl.engine.engine import Engine
+from pearl.engine.migration.transport import TransferError, Transport
+from pearl.engine.transfers import Way
 
 PARENT_POLL_S = 0.3
 
 
-def follow(config: EngineConfig, comm: Communicator, *, load_weights: bool = True, text: bool = True) -> None:
+def follow(
+    config: EngineConfig,
+    comm: Communicator,
+    *,
+    load_weights: bool = True,
+    text: bool = True,
+    transports: Sequence[Transport] | None = None,
+) -> None:
     """Serves as rank `comm.rank` until the first rank closes the instance. Arguments as the Leader's.
 
-    ValueError if the instance cannot be built (the first rank gets it too), CollectiveError when a rank is lost.
+    ValueError if the instance cannot be built (the first rank gets it too), CollectiveError when a rank is lost, RuntimeError
+    when this one cannot do what the first could.
     """
     clock = HeldClock(WallClock())
     config = with_pool(config, comm)
     with agreed(comm):
-        engine = _Follower(config, clock, comm, load_weights=load_weights, text=text)
+        engine = _Follower(config, clock, comm, load_weights=load_weights, text=text, transports=transports)
+    engine.meet(comm)
     while True:
         for call in receive_calls(comm):
             if isinstance(call, Close):
                 return
-            with clock.held(call.now):
-                engine.apply(call)
+            try:
+                with clock.held(call.now):
+                    engine.apply(call)
+            except ValueError as error:  # it was accepted by the first rank, which knows nothing of this
+                raise RuntimeError(f"{call.__struct_config__.tag}: {error}") from error
 
 
 class _Follower(Engine):
@@ -72,6 +88,10 @@ class _Follower(Engine):
             self._take(lambda tensors: self._stream(tensors, call.version, call.mode))
         elif isinstance(call, CommitWeights):
             self._commit(call)
+        elif isinstance(call, ImportKV):
+            self._import(call)
+        elif isinstance(call, ReadAlong):
+            self._read_along(call.transfer, self._ways(call))
         else:
             getattr(self, call.__struct_config__.tag)(**arguments(call))
 
@@ -84,6 +104,22 @@ class _Follower(Engine):
             finally:
                 for _ in tensors:  # what follows an error is on its way, and must be out of it before anything else is said
                     pass
+
+    def _import(self, call: ImportKV) -> None:
+        """Books what the first rank has taken in, or tried to; this rank's part of the KV may be lost all the same."""
+        ways = self._ways(call)
+        arrival = self._book(call.transfer, self._checked(call.transfer))
+        if arrival is None:
+            return
+        self._begin(arrival, ways)
+        if not call.taken:
+            self._refuse(arrival)
+
+    def _ways(self, call: ImportKV | ReadAlong) -> list[Way] | TransferError:
+        try:
+            return self._transfers.ways(call.transfer, self._whole_layout, call.transport)
+        except ValueError as error:
+            return TransferError(call.transfer.transfer_id, str(error))
 
     def _commit(self, call: CommitWeights) -> None:
         with _told_elsewhere():
@@ -114,6 +150,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     threading.Thread(target=_watch, args=(options.parent,), name="parent", daemon=True).start()
     config = pickle.load(sys.stdin.buffer)
     code = 0
+    store = None
     try:
         device = choose_parts(config, options.rank).device
         store = join_store(options.port, options.start)
@@ -124,8 +161,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except CollectiveError as error:
         code = 1
         print(f"rank {options.rank} of {options.size} ends: {error}", file=sys.stderr)
-    except Exception:
-        code = 1  # the first rank will only see that the connection is gone
+    except Exception as error:
+        code = 1  # the first rank sees that the connection is gone, and asks here for the reason
+        if store is not None:
+            leave_word(store, options.rank, f"{type(error).__name__}: {error}")
         traceback.print_exc()
     _leave(code)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from gloo_members import run_members
 
-from pearl.engine.comm.agreement import PROBLEM_BYTES, agreed, check_same, least
+from pearl.engine.comm.agreement import PROBLEM_BYTES, agreed, check_same, gather_bytes, greatest, least
 from pearl.engine.comm.communicator import CollectiveError, Communicator
 
 
@@ -63,3 +63,11 @@ def test_who_drew_differently_is_named_by_all() -> None:
     errors = run_members(4, work)
     assert [type(error) for error in errors] == [RuntimeError] * 4
     assert {str(error) for error in errors} == {"rank 2, 3 of 4 drew other tokens than rank 0, of ['a', 'b']"}
+
+
+def test_the_greatest_of_each_and_bytes_of_any_size_are_known_to_all() -> None:
+    def work(comm: Communicator) -> tuple[list[int], list[bytes], list[bytes]]:
+        values = greatest(comm, [comm.rank, 5, -comm.rank])
+        return values, gather_bytes(comm, b"x" * (comm.rank * 3000)), gather_bytes(comm, b"")
+
+    assert run_members(3, work) == [([2, 5, 0], [b"", b"x" * 3000, b"x" * 6000], [b""] * 3)] * 3

@@ -32,7 +32,8 @@ def test_calls_keep_their_kind_their_order_and_their_arguments() -> None:
     params = SamplingParams(temperature=0.3, stop=["x"], stop_token_ids=[3], seed=2**63 + 1, n=2, logprobs=None)
     said: list[calls.Call] = [
         calls.AddRequest(
-            now=1.5, request_id="a", prompt=[1, 2], params=params, cache_salt=None, session_id="s", streaming=False
+            now=1.5, request_id="a", prompt=[1, 2], params=params, cache_salt=None, session_id="s", reservation=None,
+            streaming=False
         ),
         calls.Pause(now=2.0),
         calls.SwitchRole(now=2.25, role=Role.DECODE, drain="finish"),

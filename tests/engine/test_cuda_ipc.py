@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -11,11 +12,13 @@ from migration_cases import Owner, bits, layout, make_pool, offer, plan_of, some
 
 from pearl.engine.migration import cuda_ipc
 from pearl.engine.migration.blocks import copy_from, native
-from pearl.engine.migration.cuda_ipc import CudaAddress, CudaIpcTransport, describe
+from pearl.engine.migration.cuda_ipc import CudaAddress, CudaIpcTransport, Queued, describe
 from pearl.engine.migration.host import HostTransport
-from pearl.engine.migration.pieces import view
+from pearl.engine.migration.pieces import copy_part, view
 from pearl.engine.migration.planner import CopyPart
-from pearl.engine.migration.transport import TransferError, choose
+from pearl.engine.migration.shared_memory import share
+from pearl.engine.migration.transport import Pool, TransferError, choose
+from pearl.kv_transfer import KVTransfer
 
 needs_native = pytest.mark.skipif(native("cpu")[0] is None, reason="pearl._C is not built")
 
@@ -80,6 +83,66 @@ def test_an_address_goes_through_the_wire() -> None:
         handle=bytes(range(64)), offset=512, nbytes=source.tensor.nbytes, words=msgspec.convert(words, cuda_ipc.FileAddress)
     )
     assert msgspec.json.decode(msgspec.json.encode(address), type=CudaAddress) == address
+
+
+class Queue:
+    """In place of a stream: copies run when they are told to."""
+
+    def __init__(self, source: Pool, target: Pool) -> None:
+        self.source, self.target = source, target
+        self.left: list[CopyPart] = []
+
+    def copy(self, part: CopyPart) -> Callable[[], bool]:
+        self.left.append(part)
+        return lambda: not self.left
+
+    def run(self) -> None:
+        while self.left:
+            copy_part(self.source.tensor, self.target.tensor, self.left.pop(0))
+
+
+def queued(num_tokens: int = 12) -> tuple[Queued, Queue, KVTransfer]:
+    source, target = make_pool(layout(), 9, 1), make_pool(layout(), 6, None)
+    transfer = offer(source, [8, 2, 3], HostTransport(), num_tokens=num_tokens)
+    queue = Queue(source, target)
+    owner = share(source.leases)
+    return Queued(transfer, plan_of(transfer, target, [0, 1, 5]), owner, source.leases, queue.copy), queue, transfer
+
+
+def test_what_is_written_is_queued_by_whole_steps_and_counts_when_it_has_run() -> None:
+    ticket, queue, transfer = queued()
+    leases = queue.source.leases
+    leases.announce(3, 4, 12, 7)
+    leases.layer_done(7, 2)  # queued by the sender, for all that is known
+    assert ticket.done() is False and [part.source_blocks for part in queue.left] == [(8,)]
+    queue.run()
+    assert ticket.done() is False and not queue.left
+    leases.announce(3, 12, 12, 7)
+    assert ticket.done() is False and [part.source_blocks for part in queue.left] == [(2, 3)]
+    assert ticket.done() is False and len(queue.left) == 1
+    queue.run()
+    assert ticket.done() is True
+    leases.close(3)
+    assert ticket.done() is True
+    assert torch.equal(bits(queue.target.tensor[:, :, [0, 1, 5]]), bits(queue.source.tensor[:, :, transfer.blocks]))
+
+
+@pytest.mark.parametrize("way", ["lease", "cancel", "gone"])
+def test_what_is_queued_has_to_run_before_its_blocks_are_anothers(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticket, queue, _ = queued()
+    assert ticket.done() is False and len(queue.left) == 1
+    if way == "lease":
+        queue.source.leases.close(3)
+    elif way == "gone":
+        monkeypatch.setattr(cuda_ipc, "lives", lambda address: False)
+    else:
+        assert ticket.cancel() is False
+    assert ticket.done() is False and ticket.cancel() is False
+    queue.run()
+    words = {"lease": "its lease has ended", "cancel": "it was cancelled", "gone": "its source in process [0-9]+ is gone"}[way]
+    with pytest.raises(TransferError, match=f"^transfer 't': {words}$"):
+        ticket.done()
+    assert ticket.cancel() is True
 
 
 @pytest.mark.gpu

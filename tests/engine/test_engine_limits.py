@@ -142,7 +142,7 @@ def test_refusals_name_the_matter_and_change_nothing(folder: Path, call, message
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"role": Role.PREFILL, "tensor_parallel": 2}, "prefill.*2 ranks"),
+        ({"tensor_parallel": 2}, "comm: has 1 members, must have tensor_parallel=2"),
         ({"device": "toaster"}, "device='toaster'"),
         ({"num_blocks": None, "kv_memory_fraction": 1e-9}, "max_model_len=256.*bytes"),
         ({"model": None}, "model=None"),

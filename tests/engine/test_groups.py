@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -9,8 +11,9 @@ from datetime import timedelta
 import pytest
 import torch
 
+from pearl.engine.comm import groups
 from pearl.engine.comm.communicator import CollectiveError, GroupCommunicator
-from pearl.engine.comm.groups import connect, join_store, meet, open_store
+from pearl.engine.comm.groups import connect, join_store, last_words, leave_word, meet, open_store
 
 CPU = torch.device("cpu")
 
@@ -94,3 +97,37 @@ def test_only_who_is_patient_waits_longer_than_the_groups_timeout(patient: bool)
 def test_members_that_cannot_connect_say_so() -> None:
     with pytest.raises(CollectiveError, match="rank 0 could not connect to all 2 ranks within 0.3 s"):
         connect(open_store(20.0), 0, 2, CPU, 0.3)
+
+
+def test_who_left_a_word_is_heard_when_it_is_gone() -> None:
+    store = open_store(5.0)
+    other = join_store(store.port, 5.0)
+    leave_word(other, 2, "it was too much")
+    assert last_words(store, 4) == {2: "it was too much"}
+    del store
+    gc.collect()
+    leave_word(other, 1, "nobody is there")
+
+
+def test_a_store_that_does_not_answer_at_first_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first client that connects is taken, and never served: as torch's server does at times."""
+    monkeypatch.setattr(groups, "JOIN_TRY_S", 0.3)
+    store, silent = open_store(20.0), socket.create_server(("127.0.0.1", 0))
+    given, connect_to = iter([silent.getsockname()[1], store.port]), groups._connect_to
+    monkeypatch.setattr(groups, "_connect_to", lambda port, *rest: connect_to(next(given), *rest))
+    start = time.monotonic()
+    other = join_store(store.port, 5.0)
+    assert 0.25 < time.monotonic() - start < 4
+    store.set("a", "b")
+    assert other.get("a") == b"b"
+
+
+def test_a_store_that_never_answers_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "JOIN_TRY_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        start = time.monotonic()
+        words = f"the store at port {port} of this machine did not answer any of 3 tries within 0.5 s"
+        with pytest.raises(TimeoutError, match=words):
+            join_store(port, 0.5)
+        assert time.monotonic() - start < 3

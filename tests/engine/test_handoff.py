@@ -10,7 +10,6 @@ import hf_models
 import msgspec
 import pytest
 from engine_cases import GREEDY, assert_greedy, log_softmax, make, model, named, one, oracle, run
-from instances import led
 from pair_cases import FIXED, Pair
 
 from pearl.config import EngineConfig
@@ -480,28 +479,6 @@ def test_ids_in_use_stops_without_text_and_unknown_transports(folder: Path) -> N
     pair.p.finish_export(transfer.transfer_id, False)
     pair.d.discard("r")
     assert_greedy(pair.run()["r", 0], 8)
-
-
-def test_an_engine_of_several_ranks_hands_nothing_over_and_takes_nothing(folder: Path) -> None:
-    pair = Pair(folder)
-    transfer = prefilled(pair, hf_models.prompt(5), request_id="r")
-
-    def drive(engine: Engine) -> None:
-        for call in (
-            lambda: engine.take_handoffs(),
-            lambda: engine.export_kv("0"),
-            lambda: engine.import_kv(transfer),
-            lambda: engine.finish_export("t", True),
-            lambda: engine.reserve_kv("r", [1], GREEDY),
-            lambda: engine.add_request([1], GREEDY, reservation=pair.d.reserve_kv("s", [1], GREEDY)),
-            lambda: engine.switch_role(Role.PREFILL),
-        ):
-            with pytest.raises(ValueError, match="instance of 2 ranks"):
-                call()
-        assert engine.stats().role is Role.MIXED
-        assert_greedy(one(engine, hf_models.prompt(5)), 8)
-
-    led(folder, drive)
 
 
 def test_too_long_for_the_receiver_is_known_before_anything_is_computed(folder: Path) -> None:

@@ -95,7 +95,7 @@ def test_an_engine_without_text_refuses_stop_strings_and_leaves_other_text_out(f
     pair.p.add_request(IDS, params(), request_id="r")
     pair.take(pair.p)
     [transfer] = pair.p.take_handoffs()
-    deaf = Engine(pair.d.config, pair.clock, text=False, transports=pair.d._transports)
+    deaf = Engine(pair.d.config, pair.clock, text=False, transports=pair.d._transfers.transports)
     assert deaf.import_kv(transfer)
     pair.p.finish_export(transfer.transfer_id, True)
     [completion] = [update.completion for update in deaf.stream() if update.completion is not None]

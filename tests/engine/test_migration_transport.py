@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 
 import msgspec
-import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pearl.engine.migration.local import LocalTransport
 from pearl.engine.migration.planner import plan_copy
-from pearl.engine.migration.transport import LeaseWords, Pool, TransferError, choose
+from pearl.engine.migration.transport import ALL, LAYER_BITS, AllOf, LeaseWords, Pool, TransferError, choose
 from pearl.protocol import KVEndpoint, KVLayout, KVTransfer, RequestState, SamplingParams
 
 LAYOUT = KVLayout(dtype="float32", block_size=4, num_layers=3, num_kv_heads=4, head_dim=8, order="plain")
@@ -19,7 +21,7 @@ LAYOUT = KVLayout(dtype="float32", block_size=4, num_layers=3, num_kv_heads=4, h
 
 def pool(seed: int) -> Pool:
     tensor = torch.randn(3, 2, 6, 4, 4, 8, generator=torch.Generator().manual_seed(seed))
-    return Pool(tensor=tensor, memory=None, layout=LAYOUT, leases=LeaseWords(np.zeros(6, dtype=np.int64)))
+    return Pool(tensor=tensor, memory=None, layout=LAYOUT, leases=LeaseWords.zeros(6))
 
 
 def transfer_from(source: Pool, transport: LocalTransport, blocks: list[int]) -> KVTransfer:
@@ -38,13 +40,103 @@ def transfer_from(source: Pool, transport: LocalTransport, blocks: list[int]) ->
 
 
 def test_words_tell_offers_apart() -> None:
-    words = LeaseWords(np.zeros(3, dtype=np.int64))
+    words = LeaseWords.zeros(3)
     first = words.open(1)
     assert words.holds(1, first)
     words.close(1)
     assert not words.holds(1, first)
     second = words.open(1)
     assert words.holds(1, second) and not words.holds(1, first)
+
+
+def test_an_offer_that_is_still_to_be_opened_is_told_from_one_that_has_ended() -> None:
+    words = LeaseWords.zeros(3)
+    words.close(1)
+    words.close(1)
+    word = LeaseWords(words.memory.copy()).open(1)
+    assert words.is_due(1, word) and not words.holds(1, word)
+    assert words.open(1) == word and not words.is_due(1, word)
+    words.close(1)
+    assert not words.is_due(1, word) and not words.holds(1, word)
+
+
+def test_progress_is_of_the_step_that_runs_and_of_no_other() -> None:
+    words = LeaseWords.zeros(4)
+    words.open(2)
+    assert words.progress(2).written == ALL
+    words.open(2, 5)
+    assert words.progress(2) == (5, 5, 0)
+    words.layer_done(6, 3)
+    words.announce(2, 5, 12, 7)
+    assert words.progress(2) == (5, 5, 0)  # step 6 is another one
+    words.layer_done(7, 0)
+    assert words.progress(2) == (5, 12, 0)
+    words.layer_done(7, 2)
+    assert words.progress(2) == (5, 12, 2)
+    words.layer_done(8, 1)
+    assert words.progress(2) == (5, 5, 0)  # until it is announced that step 7 is through
+    words.announce(2, 12, 12, 0)
+    assert words.progress(2) == (12, 12, 0)
+    assert words.progress(1) == (0, 0, 0)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    written=st.integers(0, ALL), chunk=st.integers(0, (1 << 17) - 1), step=st.integers(0, 1 << 40), layers=st.integers(0, 1000)
+)
+def test_progress_of_all_sizes(written: int, chunk: int, step: int, layers: int) -> None:
+    """The step counts on for ever; the word has its last bits only."""
+    words = LeaseWords.zeros(2)
+    words.announce(1, written, written + chunk, step)
+    words.layer_done(step, layers)
+    assert words.progress(1) == (written, written + chunk, layers)
+    words.layer_done(step + 1, layers)
+    assert words.progress(1) == (written, written, 0)
+
+
+def test_a_chunk_that_is_too_long_to_tell_of_is_told_of_when_it_is_through() -> None:
+    words = LeaseWords.zeros(2)
+    words.announce(1, 3, 3 + (1 << 17), 7)
+    words.layer_done(7, 5)
+    assert words.progress(1)[:2] == (3, 3)
+
+
+def test_native_code_stores_the_layers_where_they_are_read() -> None:
+    words = LeaseWords.zeros(5)
+    words.announce(0, 1, 9, 3)
+    ctypes.c_int64.from_address(words.layer_address).value = (3 << LAYER_BITS) + 4
+    assert words.progress(0) == (1, 9, 4)
+
+
+class Told:
+    """A ticket that does as told."""
+
+    def __init__(self, *answers: bool | str, stubborn: int = 0) -> None:
+        self.answers, self.stubborn, self.asked = list(answers), stubborn, 0
+
+    def done(self) -> bool:
+        self.asked += 1
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, str):
+            raise TransferError("t", answer)
+        return answer
+
+    def cancel(self) -> bool:
+        self.stubborn -= 1
+        return self.stubborn < 0
+
+
+def test_a_transfer_in_parts_is_there_with_the_last_and_lost_with_the_first() -> None:
+    assert AllOf([]).done() and AllOf([]).cancel()
+    parts = [Told(False, True), Told(False, False, True)]
+    whole = AllOf(parts)
+    assert [whole.done(), whole.done(), whole.done()] == [False, False, True]
+    assert [part.asked for part in parts] == [3, 3]  # all go on, whoever is the slowest
+    lost = AllOf([Told(True), Told("lost as told"), Told(False, stubborn=2)])
+    assert not lost.done() and not lost.done()  # something may still be written
+    with pytest.raises(TransferError, match="lost as told"):
+        lost.done()
+    assert lost.cancel()
 
 
 def test_a_transfer_survives_the_wire() -> None:

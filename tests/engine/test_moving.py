@@ -1,19 +1,22 @@
-"""Random lives of two cores that hand requests to each other, also one step ahead: books add up, tokens are the model's."""
+"""Random lives of two cores that hand requests to each other, also one step ahead, and read along while prompts are computed:
+books add up, tokens are the model's, and what is announced as written is written."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
-from fake_model import Driver, assert_all_free, every_mode, make_core, make_request, oracle
+from fake_model import Driver, assert_all_free, chain, every_mode, make_core, make_request, oracle
 
-from pearl.engine.request import Request, RequestStatus, SchedulerOutput
+from pearl.engine.growing import Growing
+from pearl.engine.request import Request, RequestStatus, SchedulerOutput, StepResult
 from pearl.engine.travel import request_of, state_of
 from pearl.protocol import Role
 
 BLOCK = 4
 DEADLINE = 10.0
-ROLES = [Role.MIXED, Role.PREFILL, Role.DECODE]
+ROLES = [Role.MIXED, Role.PREFILL, Role.PREFILL, Role.DECODE]
 
 
 class Side(Driver):
@@ -24,19 +27,52 @@ class Side(Driver):
         super().__init__(core, **mode)
         self.now = 0.0
         self.coming: dict[str, tuple] = {}
+        self.along: dict[str, Along] = {}
+        self.num_along = 0
 
-    def step(self) -> SchedulerOutput:
+    def step(self, grown: Callable[[Growing], None] = lambda growing: None) -> SchedulerOutput:
+        """`grown` hears of what may be read along, before it is computed."""
+        before = set(self.core.growing)
         output = self.core.schedule(self.now)
-        self.queue.append((output, None if self.lazy else self.model.execute(output)))
+        for name, growing in self.core.growing.items():
+            if name not in before:
+                grown(growing)
+        self.queue.append((output, None if self.lazy else self.execute(output)))
         if not self.ahead or len(self.queue) == 2:
             self.finish_one()
         self.settle()
         self.check()
         return output
 
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        result = self.model.execute(output)
+        if output.step % 3:  # a runner may tell of its layers, of which there is one, or not
+            self.core._words.layer_done(output.step, 1)
+        return result
+
     def finish_one(self) -> None:
         output, result = self.queue.pop(0)
-        self.take(self.core.finish(output, result or self.model.execute(output), self.now))
+        self.take(self.core.finish(output, result or self.execute(output), self.now))
+
+    def read_along(self, source: Side, growing: Growing) -> None:
+        prompt = request_of(state_of(growing.request, request_id=growing.request.request_id, streaming=True), self.now)
+        reservation_id = growing.request.reservation_id
+        credit = self.core.read_along(growing.transfer_id, reservation_id, prompt, growing.weight_version)
+        if credit is not None:
+            self.along[credit.reservation_id] = Along(growing, source, credit.blocks, credit.num_held)
+
+    def peek(self) -> None:
+        """Copies what is announced of all that is read along."""
+        for name, along in list(self.along.items()):
+            credit = self.core.credits.get(name)
+            if credit is None or credit.early is None:
+                del self.along[name]
+            elif not along.copy(self.model.slots):
+                self.core.early_lost(name)
+                self.core.early_over(name)
+            elif along.copied == along.growing.num_tokens:
+                credit.state = "here"
+        self.check()
 
     def settle(self) -> None:
         for transfer_id, arrival in list(self.core.arrivals.items()):
@@ -56,14 +92,16 @@ class Side(Driver):
         )
         if arrival is None:
             return False
-        self.coming[export.transfer_id] = (export, source)
+        along = self.along.pop(arrival.begun_as or "", None)
+        self.num_along += along is not None
+        self.coming[export.transfer_id] = (export, source, arrival.num_held if along is None else along.copied)
         if at_once:
             self.arrive(export.transfer_id)
         return True
 
     def arrive(self, transfer_id: str) -> None:
         """The bytes are read, and counted if their lease still holds."""
-        export, source = self.coming.pop(transfer_id)
+        export, source, copied = self.coming.pop(transfer_id)
         arrival = self.core.arrivals.get(transfer_id)
         if arrival is None or not arrival.live:
             return
@@ -71,12 +109,36 @@ class Side(Driver):
             self.core.give_up(transfer_id)
             self.settle()
             return
-        for index in range(arrival.num_held // BLOCK, len(export.blocks)):
+        for index in range(copied // BLOCK, len(export.blocks)):
             for offset in range(BLOCK):
                 value = source.model.slots.get(export.blocks[index] * BLOCK + offset)
                 self.model.slots[arrival.blocks[index] * BLOCK + offset] = value
         self.core.arrived(transfer_id)
         self.check()
+
+
+class Along:
+    """A prompt that is read along into `blocks`, of which the first `copied` tokens are there. Blocks go when they are full."""
+
+    def __init__(self, growing: Growing, source: Side, blocks: tuple[int, ...], num_held: int) -> None:
+        self.growing, self.source, self.blocks, self.copied = growing, source, blocks, num_held
+
+    def copy(self, slots: dict) -> bool:
+        """Whether it is still under lease."""
+        words, last = self.source.core._words, self.growing.blocks[-1]
+        if not words.holds(last, self.growing.word):
+            return False
+        progress, total = words.progress(last), self.growing.num_tokens
+        written = progress.next_tokens if progress.layers else progress.written
+        whole = total if written >= total else written // BLOCK * BLOCK
+        values = chain(self.growing.request.token_ids[:total])
+        for position in range(self.copied, whole):
+            index, offset = divmod(position, BLOCK)
+            value = self.source.model.slots[self.growing.blocks[index] * BLOCK + offset]
+            assert value[0] == values[position], "what was announced is not there"
+            slots[self.blocks[index] * BLOCK + offset] = value
+        self.copied = max(self.copied, whole)
+        return True
 
 
 class Life:
@@ -95,10 +157,15 @@ class Life:
 
     def act(self) -> None:
         acts = [self.step] * 8 + [self.add] * 2 + [self.hand_over] * 4 + [self.arrive] * 2 + [self.export, self.switch]
-        self.random.choice([*acts, self.abort, self.time, self.lose, self.publish, self.reserve])()
+        acts += [self.reserve] * 2 + [self.peek] * 4
+        self.random.choice([*acts, self.abort, self.time, self.lose, self.publish])()
 
     def step(self) -> None:
-        self.any_side().step()
+        side = self.any_side()
+        side.step(lambda growing: self.random.random() < 0.8 and self.other(side).read_along(side, growing))
+
+    def peek(self) -> None:
+        self.any_side().peek()
 
     def add(self) -> None:
         name, rng = f"r{len(self.asked)}", self.random
@@ -114,7 +181,8 @@ class Life:
 
     def reserve(self) -> None:
         """A credit on one side, the request on the other."""
-        name, side = f"r{len(self.asked)}", self.any_side()
+        handing = [side for side in self.sides if side.core.scheduler.policy.hands_over]
+        name, side = f"r{len(self.asked)}", self.other(self.random.choice(handing or self.sides))
         self.asked[name] = ([self.random.randrange(2) for _ in range(self.random.randint(1, 20))], 4)
         request = self.request(name)
         credit = side.core.reserve(self.request(name), side.now)
@@ -143,11 +211,12 @@ class Life:
         if how == "lost":
             return
         ok = how != "refused" and other.import_from(side, export, at_once=how != "later")
+        given = ok and how == "later" and self.random.random() < 0.5  # its KV stays until it is there, or until the deadline
         if how == "late answer":
             side.now += DEADLINE * 10
             side.core.expire(side.now)
         stale = side.core.num_stale_messages + (export.transfer_id not in side.core.exports)
-        side.core.finish_export(export.transfer_id, ok)
+        side.core.finish_export(export.transfer_id, ok, not given)
         assert side.core.num_stale_messages == stale
 
         for each in self.sides:
@@ -214,6 +283,7 @@ class Life:
             self.hand_over()
         for side in self.sides:
             side.core.expire(side.now + DEADLINE * 1000)
+            side.settle()
             assert_all_free(side.core)
             assert side.core.stats().leased_blocks == side.core.scheduler.num_reserved == 0
 
@@ -234,10 +304,53 @@ class Life:
 @pytest.mark.parametrize("seed", range(25))
 def test_two_cores_lose_and_double_nothing(seed: int, mode: dict) -> None:
     life = Life(seed, mode)
-    for _ in range(150):
+    for _ in range(200):
         life.act()
     life.end()
     life.check()
+
+
+def test_these_lives_read_along() -> None:
+    """Prompts that were read along, in part or as a whole, came to be taken in: else the test above says little of them."""
+    lives = [Life(seed, {"ahead": True}) for seed in range(12)]
+    for life in lives:
+        for _ in range(200):
+            life.act()
+        life.end()
+    assert sum(side.num_along for life in lives for side in life.sides) > 5
+
+
+@every_mode
+@pytest.mark.parametrize("arrived_first", [False, True])
+def test_kv_of_a_request_that_was_given_away_stays_until_it_has_arrived(mode: dict, arrived_first: bool) -> None:
+    a, b = Side("a", mode), Side("b", mode)
+    a.core.switch_role(Role.PREFILL)
+    a.core.add_request(make_request("r", [1] * 9, 5, ignore_eos=True))
+    while not (offers := a.core.take_offers()):
+        a.step()
+    while a.queue:
+        a.finish_one()
+    [export] = offers
+    assert b.import_from(a, export, at_once=False)
+    a.core.finish_export(export.transfer_id, True, arrived=False)
+    assert not a.core.requests and a.core.stats().leased_blocks == 3 and a.core.stats().offered == 0
+    assert not a.core.only_offers
+    a.core.add_request(make_request("r", [0] * 60, 5, ignore_eos=True))  # the name is free again; its blocks are not
+    a.step()
+    a.core.abort("r")
+    if arrived_first:
+        b.arrive(export.transfer_id)
+        a.core.finish_export(export.transfer_id, True)
+        assert b.core.stats().num_preemptions == 0
+    else:
+        a.core.expire(DEADLINE * 10)
+        b.arrive(export.transfer_id)
+        assert b.core.stats().num_preemptions == 1
+    a.check()
+    while a.queue:
+        a.finish_one()
+    assert a.core.stats().leased_blocks == 0 and a.core.num_stale_messages == 0
+    assert b.run()["r"].token_ids == oracle([1] * 9, 5)
 
 
 @every_mode

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pearl.engine.migration.planner import check_layouts, plan_copy
+from pearl.engine.migration.planner import check_layouts, plan_copy, plan_sources
 from pearl.kv_transfer import KVLayout
 
 LAYOUT = KVLayout(dtype="float32", block_size=4, num_layers=3, num_kv_heads=4, head_dim=8, order="plain")
@@ -61,6 +61,33 @@ def test_pools_that_differ_are_refused_by_the_first_field(field):
         check_layouts(other, LAYOUT)
     if field == "num_kv_heads":
         check_layouts(other, LAYOUT, heads_may_differ=True)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(heads=st.integers(1, 8), source=st.integers(1, 8), destination=st.integers(1, 8), turn=st.integers(0, 9))
+def test_every_head_comes_from_one_rank_that_has_it(heads, source, destination, turn):
+    """Heads are cut evenly, or had by several ranks where there are fewer of them."""
+
+    def held(size):
+        shares = [(rank * heads // size, (rank + 1) * heads // size) for rank in range(size)]
+        return [(first, max(end, first + 1)) for first, end in shares]
+
+    sources = held(source)
+    for wanted in held(destination):
+        taken = [
+            head
+            for number in plan_sources(sources, wanted, turn=turn)
+            for head in range(max(sources[number][0], wanted[0]), min(sources[number][1], wanted[1]))
+        ]
+        assert taken == list(range(*wanted))
+
+
+def test_ranks_that_have_the_same_heads_are_taken_in_turn_and_missing_ones_are_named():
+    same = [(0, 1), (0, 1), (1, 2), (1, 2)]
+    assert [plan_sources(same, (0, 2), turn=turn) for turn in range(3)] == [(0, 2), (1, 3), (0, 2)]
+    assert plan_sources(same, (1, 1)) == ()
+    with pytest.raises(ValueError, match="kv head 2: none of 4 ranks"):
+        plan_sources(same, (1, 3))
 
 
 def test_what_does_not_add_up_is_refused():

@@ -101,6 +101,20 @@ def test_an_llm_over_two_processes(folder: Path, started: list[int], monkeypatch
     assert_gone(pids, 1.0)
 
 
+def test_a_rank_that_cannot_do_what_the_first_could_says_why(folder: Path, started: list[int], capfd) -> None:
+    """It is told of a request twice, which the first rank never was."""
+    with LLM(config_of(folder), tensor_parallel=2) as llm:
+        llm.engine.add_request([1, 2, 3], GREEDY, request_id="twice")
+        llm.engine._noted *= 2
+        said = "rank 1 of 2 ended: RuntimeError: add_request: request_id='twice': is in use"
+        with pytest.raises(CollectiveError, match=said):
+            llm.engine.step()
+        with pytest.raises(RuntimeError, match=f"the instance of 2 ranks serves nothing any more: {said}"):
+            llm.engine.step()
+    assert_gone(started, 1.0)
+    assert "RuntimeError: add_request: request_id='twice': is in use" in capfd.readouterr().err
+
+
 def test_a_model_config_goes_to_the_other_rank_and_close_ends_it(folder: Path, started: list[int]) -> None:
     config = dataclasses.replace(config_of(from_folder(folder)), load_format="dummy", tensor_parallel=2)
     with LLM(config) as llm:

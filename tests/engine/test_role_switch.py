@@ -110,7 +110,7 @@ def test_a_thousand_switches_leave_everything_as_it_was(folder: Path) -> None:
     for engine in (pair.p, pair.d):
         engine.reset_prefix_cache()
         assert engine.stats().free_blocks == 20
-        books = (engine._tickets, engine._offered, engine._siblings._families, engine._whole_text, engine._core.arrivals)
+        books = (engine._transfers._tickets, engine._transfers._offered, engine._siblings._families, engine._whole_text, engine._core.arrivals)
         assert not any(books)
 
 

@@ -62,3 +62,20 @@ def least(comm: Communicator, value: int) -> int:
     output = torch.empty(comm.size, dtype=torch.int64)
     comm.all_gather(output, torch.tensor(value))
     return int(output.min())
+
+
+def greatest(comm: Communicator, values: list[int]) -> list[int]:
+    """The greatest of all members' values, one by one; all give equally many."""
+    output = torch.empty((comm.size, len(values)), dtype=torch.int64)
+    comm.all_gather(output, torch.tensor(values))
+    return output.amax(0).tolist()
+
+
+def gather_bytes(comm: Communicator, payload: bytes) -> list[bytes]:
+    """Every member's bytes, by rank, however many they are."""
+    sizes = torch.empty(comm.size, dtype=torch.int64)
+    comm.all_gather(sizes, torch.tensor(len(payload)))
+    mine = torch.frombuffer(bytearray(payload.ljust(max(1, int(sizes.max())), b"\0")), dtype=torch.uint8)
+    output = torch.empty((comm.size, len(mine)), dtype=torch.uint8)
+    comm.all_gather(output, mine)
+    return [row.tobytes()[:size] for row, size in zip(output.numpy(), sizes.tolist(), strict=True)]

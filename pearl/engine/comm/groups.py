@@ -7,7 +7,9 @@ limit, and its error names the ranks that did not come.
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,6 +21,8 @@ from pearl.engine.comm.communicator import CollectiveError, GroupCommunicator
 
 LOCAL = "127.0.0.1"
 MEET_POLL_S = 0.02
+JOIN_TRY_S = 5.0
+"""How long one try to reach a store may take: a thousand times what it takes."""
 
 
 def open_store(timeout_s: float) -> dist.TCPStore:
@@ -30,8 +34,30 @@ def open_store(timeout_s: float) -> dist.TCPStore:
 
 
 def join_store(port: int, timeout_s: float) -> dist.TCPStore:
-    """The store that another process of this machine has opened."""
-    return dist.TCPStore(LOCAL, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+    """The store that another process of this machine has opened. TimeoutError if that is not through within `timeout_s`.
+
+    Of clients that connect at the same moment a few in a hundred are never answered (torch 2.13), and wait until their own
+    timeout; so a try that takes long is left alone, and another one is made.
+    """
+    deadline, tries = time.monotonic() + timeout_s, 0
+    while (left := deadline - time.monotonic()) > 0:
+        tries += 1
+        found: list[dist.TCPStore | Exception] = []
+        thread = threading.Thread(target=_connect_to, args=(port, timeout_s, found), name="store", daemon=True)
+        thread.start()
+        thread.join(min(JOIN_TRY_S, left))
+        if found and isinstance(found[0], Exception):
+            raise found[0]
+        if found:
+            return found[0]
+    raise TimeoutError(f"the store at port {port} of this machine did not answer any of {tries} tries within {timeout_s:g} s")
+
+
+def _connect_to(port: int, timeout_s: float, found: list[dist.TCPStore | Exception]) -> None:
+    try:
+        found.append(dist.TCPStore(LOCAL, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False))
+    except Exception as error:
+        found.append(error)
 
 
 def meet(
@@ -49,6 +75,17 @@ def meet(
         if time.monotonic() > deadline:
             raise TimeoutError(f"rank {', '.join(map(str, missing))} of {size} did not come within {timeout_s:g} s")
         time.sleep(MEET_POLL_S)
+
+
+def leave_word(store: dist.Store, rank: int, word: str) -> None:
+    """Why a rank ends, for those who find it gone."""
+    with contextlib.suppress(RuntimeError):  # who has opened the store is gone
+        store.set(f"gone/{rank}", word)
+
+
+def last_words(store: dist.Store, size: int) -> dict[int, str]:
+    """What ranks have said as they ended; none for those that said nothing."""
+    return {rank: store.get(f"gone/{rank}").decode() for rank in range(size) if store.check([f"gone/{rank}"])}
 
 
 def connect(

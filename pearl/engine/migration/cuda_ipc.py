@@ -1,24 +1,27 @@
 """KV between two processes with GPUs of one node: the receiver copies straight out of the sender's pool, opened by CUDA IPC.
 
 Owns what a GPU pool's address says, the opened allocations, and a stream of its own per device. It does not know requests.
-Invariants as in `host.py`: a copy counts only if the sender's process was there and its lease whole after the last byte; no
-call waits, the ticket is an event. Once a copy is queued it cannot be taken back: `cancel` says False until it has run.
+Invariants as in `host.py`: a copy counts only if the sender's process was there and its lease whole after the last byte; what
+is not written is not read (the layers of a running step are not: their words say that the sender has queued them, not that its
+GPU is through); no call waits, the ticket is an event. Once a copy is queued it cannot be taken back: `cancel` says False until
+it has run.
 
 Compiled and refused with a reason where it cannot work, but not yet run on a GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import msgspec
 import torch
 
 from pearl.engine.migration.blocks import copy_from, native
-from pearl.engine.migration.pieces import view
+from pearl.engine.migration.pieces import Unfolding, view
 from pearl.engine.migration.planner import ITEM_BYTES, CopyPart, CopyPlan, check_layouts
 from pearl.engine.migration.shared_memory import FileAddress, Mappings, lives, share, unreachable
-from pearl.engine.migration.transport import LeaseWords, Pool, Ticket, TransferError, Transport
+from pearl.engine.migration.transport import LeaseWords, Pool, Progress, Ticket, TransferError, Transport
 from pearl.kv_transfer import KVLayout, KVTransfer
 
 
@@ -83,15 +86,17 @@ class CudaIpcTransport(Transport):
                 self._streams[device] = torch.cuda.Stream(device)
             stream = self._streams[device]
             stream.wait_stream(torch.cuda.current_stream(device))  # what this engine still does with the blocks
-            with torch.cuda.stream(stream):
-                for part in plan.parts:
+
+            def copy(part: CopyPart) -> Callable[[], bool]:
+                with torch.cuda.stream(stream):
                     source = describe(module, place, address.nbytes, transfer.layout, transfer.source.num_blocks, part)
                     target = view(pool.tensor, part.layers, part.destination_heads)
                     copy_from(module, source, target, part.source_blocks, part.destination_blocks)
-                event = stream.record_event()
+                    return stream.record_event().query
+
+            return Queued(transfer, plan, address.words, words, copy)
         except (ValueError, RuntimeError) as error:
             raise TransferError(transfer.transfer_id, str(error)) from error
-        return _Queued(transfer, address.words, words, event)
 
     def poll(self) -> None:
         self._mappings.tidy()
@@ -109,25 +114,55 @@ class CudaIpcTransport(Transport):
         return self._opened[key]
 
 
-class _Queued:
-    """The ticket of a copy on a stream."""
+class Queued:
+    """The ticket of copies on a stream: `copy` queues one and gives what tells whether all up to it are through."""
 
-    def __init__(self, transfer: KVTransfer, owner: FileAddress, words: LeaseWords, event: torch.cuda.Event) -> None:
-        self._transfer, self._owner, self._words, self._event = transfer, owner, words, event
+    def __init__(
+        self,
+        transfer: KVTransfer,
+        plan: CopyPlan,
+        owner: FileAddress,
+        words: LeaseWords,
+        copy: Callable[[CopyPart], Callable[[], bool]],
+    ) -> None:
+        self._transfer, self._owner, self._words, self._copy = transfer, owner, words, copy
+        self._unfolding = Unfolding(plan, transfer.layout, transfer.num_written_tokens)
+        self._ran: Callable[[], bool] = lambda: True
+        """Whether nothing is queued."""
         self._through = False
+        self._error: TransferError | None = None
 
     def done(self) -> bool:
-        if self._through or not self._event.query():
-            return self._through
-        if not lives(self._owner):
-            raise TransferError(self._transfer.transfer_id, f"its source in process {self._owner.pid} is gone")
-        if not self._words.holds(self._transfer.blocks[-1], self._transfer.lease_word):
-            raise TransferError(self._transfer.transfer_id, "its lease has ended")
-        self._through = True
-        return True
+        block, word = self._transfer.blocks[-1], self._transfer.lease_word
+        if not self._through and self._error is None:
+            if not lives(self._owner):
+                self._end(f"its source in process {self._owner.pid} is gone")
+            elif self._words.is_due(block, word):
+                return False
+            elif not self._words.holds(block, word):
+                self._end("its lease has ended")
+            elif self._unfolding.whole:
+                self._through = self._ran() and self._words.holds(block, word)
+            else:
+                self._queue(self._words.progress(block).written)
+        if self._error is not None and self._ran():
+            raise self._error
+        return self._through
 
     def cancel(self) -> bool:
-        return self._event.query()
+        if not self._through:
+            self._end("it was cancelled")
+        return self._ran()
+
+    def _queue(self, written: int) -> None:
+        try:
+            for part in self._unfolding.ready(Progress(written, written, 0)):
+                self._ran = self._copy(part)
+        except (ValueError, RuntimeError) as error:
+            self._end(str(error))
+
+    def _end(self, reason: str) -> None:
+        self._error = self._error or TransferError(self._transfer.transfer_id, reason)
 
 
 def describe(module: ModuleType, address: int, nbytes: int, layout: KVLayout, num_blocks: int, part: CopyPart) -> object:

@@ -1,237 +1,158 @@
-"""KV between any two hosts: the receiver asks, the source sends pieces over a group of the two (gloo), checked on arrival.
+"""KV between any two hosts by gloo: in pieces of bounded size, each with its number and a checksum.
 
-Owns the receiver's side and the transport's two faces (`gloo_source.py` is the other). It does not know requests. Invariants:
-the caller never waits, all waiting is in threads; after `done` has said True or raised, and after `cancel`, nothing is written;
-a piece is written only if its checksum is right and its source was under lease when it was read.
+Owns the messages. It does not know offers, tickets or requests (`peer.py`). Invariant: a piece is written only if its
+checksum is right, so that a byte that changed on the way is noticed.
 
-Pools may be on a CPU or, by way of host memory, on a GPU (that part has not been run).
+A message is a header of int64 (checksum of all that follows, number) and the data, [layer, 2, block, kv_head, ...] as in the
+pool, filled up to whole words. Pools may be on a CPU or, by way of host memory, on a GPU (that part has not been run).
 """
 
 from __future__ import annotations
 
-import socket
-import threading
-from collections import deque
+from collections.abc import Sequence
 
-from pearl.engine.comm.communicator import Pending
-from pearl.engine.comm.groups import LOCAL
-from pearl.engine.migration.blocks import scatter_blocks
-from pearl.engine.migration.gloo_link import (
-    BUFFERS,
-    PIECE_BYTES,
-    RECEIVER,
-    SOURCE,
-    Ask,
-    Link,
-    LinkError,
-    Message,
-    Reply,
-    Welcome,
-)
-from pearl.engine.migration.gloo_source import GlooSource
+import torch
+from torch import Tensor
+
+from pearl.engine.comm.communicator import CollectiveError, Communicator, Pending
+from pearl.engine.comm.conversation import pair_over
+from pearl.engine.comm.pairs import Pair
+from pearl.engine.migration.blocks import gather_blocks
+from pearl.engine.migration.peer import PeerTransport
+from pearl.engine.migration.peer_link import RECEIVER, SOURCE, Carrier, Inlet, Link, LinkError, Outlet, Welcome
 from pearl.engine.migration.pieces import part_bytes, pieces, view
-from pearl.engine.migration.planner import CopyPart, CopyPlan, check_layouts
-from pearl.engine.migration.transport import Pool, Ticket, TransferError, Transport
-from pearl.kv_transfer import KVTransfer
+from pearl.engine.migration.planner import CopyPart, CopyPlan
+from pearl.engine.migration.transport import Pool
+from pearl.kv_transfer import KVLayout
 
-TIMEOUT_S = 10.0
+HEADER_BYTES = 64
+PIECE_BYTES = 4 << 20
+"""Small enough that filling, checking and sending find it in a processor's cache."""
+BUFFERS = 2
 
 
-class GlooTransport(Transport):
-    """One per engine, at both ends. Address "HOST:PORT"."""
+class GlooTransport(PeerTransport):
+    """One per engine, at both ends."""
 
     name = "gloo"
 
-    def __init__(self, host: str = LOCAL, timeout_s: float = TIMEOUT_S) -> None:
-        """`host`: the address of this machine that others reach. `timeout_s` bounds every wait for the other end."""
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s={timeout_s}: must be > 0")
-        self._host, self._timeout_s = host, timeout_s
-        self._source: GlooSource | None = None
-        self._receivers: dict[str, _Receiver] = {}
+    def _carrier(self, pool: Pool) -> Carrier:
+        return GlooCarrier()
 
-    def address(self, pool: Pool) -> str | None:
-        """Opens a port."""
-        if self._source is None:
-            self._source = GlooSource(self._host, self._timeout_s)
-        return f"{self._source.host}:{self._source.port}"
 
-    def offer(self, transfer: KVTransfer, pool: Pool) -> None:
-        if self._source is not None:
-            self._source.offers[transfer.transfer_id] = (transfer, pool)
+class GlooCarrier:
+    """A group of the two; messages of one end are numbered through."""
 
-    def withdraw(self, transfer_id: str) -> None:
-        if self._source is not None:
-            self._source.offers.pop(transfer_id, None)
+    def __init__(self) -> None:
+        self._pair: Pair | None = None
+        self._buffers: list[Tensor] = []
 
-    def poll(self) -> None:
-        """Sending goes on by itself; connections that others have ended are forgotten."""
-        self._receivers = {address: receiver for address, receiver in self._receivers.items() if not receiver.gone()}
+    def greeting(self) -> bytes:
+        return b""
 
-    def refusal(self, transfer: KVTransfer, pool: Pool) -> str | None:
-        if self.name not in transfer.source.addresses:
-            return f"{transfer.source.worker} has no address for it"
+    def join(self, link: Link, rank: int, welcome: Welcome) -> None:
+        self._pair = pair_over(link.conversation, rank, welcome.generation, link.timeout_s)
+
+    def send(self, link: Link, outlet: Outlet, parts: Sequence[CopyPart]) -> None:
+        transfer, cut = outlet.transfer, _cut(parts, outlet.transfer.layout)
+        if outlet.queue is not None:
+            torch.cuda.current_stream(outlet.pool.tensor.device).wait_stream(outlet.queue)
+        flying: list[tuple[Pending, str]] = []
+        for number, (piece, message) in enumerate(self._messages(cut, transfer.layout)):
+            if len(flying) == BUFFERS:
+                _await(link, *flying.pop(0))
+            fill(message, outlet.pool, piece)
+            message.seal(number)
+            what = f"sending piece {number + 1} of {len(cut)} of transfer {transfer.transfer_id!r}"
+            flying.append((self._comm.send_async(message.whole, RECEIVER, tag=number % BUFFERS), what))
+        for pending, what in flying:
+            _await(link, pending, what)
+
+    def receive(self, link: Link, inlet: Inlet, parts: Sequence[CopyPart]) -> None:
+        transfer, cut = inlet.transfer, _cut(parts, inlet.transfer.layout)
+        messages = [*self._messages(cut, transfer.layout)]
+
+        def ask(number: int) -> Pending:
+            return self._comm.recv_async(messages[number][1].whole, SOURCE, tag=number % BUFFERS)
+
+        flying = [ask(number) for number in range(min(BUFFERS, len(cut)))]
+        for number, (piece, message) in enumerate(messages):
+            what = f"piece {number + 1} of {len(cut)} from {transfer.source.worker}"
+            _await(link, flying.pop(0), what)
+            message.check(number)
+            inlet.land(piece, message.data)
+            if number + BUFFERS < len(cut):
+                flying.append(ask(number + BUFFERS))
+
+    def close(self, *, settled: bool) -> None:
+        """At once."""
+        if self._pair is not None:
+            self._pair.close(settled=settled)
+
+    @property
+    def _comm(self) -> Communicator:
+        if self._pair is None or self._pair.comm is None:
+            raise LinkError("the link is closed")
+        return self._pair.comm
+
+    def _messages(self, cut: list[CopyPart], layout: KVLayout) -> list[tuple[CopyPart, Message]]:
+        """The pieces, each with its message in one of the buffers, which are kept from call to call."""
+        sizes = [part_bytes(piece, layout) for piece in cut]
+        size = HEADER_BYTES + -(-max(sizes, default=0) // 8) * 8
+        if not self._buffers or self._buffers[0].nbytes < size:
+            self._buffers = [torch.zeros(size, dtype=torch.uint8) for _ in range(BUFFERS)]
+        messages = [Message(self._buffers[number % BUFFERS], nbytes) for number, nbytes in enumerate(sizes)]
+        return list(zip(cut, messages, strict=True))
+
+
+class Message:
+    """`nbytes` of data at the beginning of a buffer."""
+
+    def __init__(self, buffer: Tensor, nbytes: int) -> None:
+        self.whole = buffer[: HEADER_BYTES + -(-nbytes // 8) * 8]
+        self.data = buffer[HEADER_BYTES : HEADER_BYTES + nbytes]
+        self._words = self.whole.view(torch.int64)
+
+    def seal(self, number: int) -> None:
+        self._words[1] = number
+        self._words[0] = self._words[1:].sum()
+
+    def check(self, number: int) -> None:
+        """LinkError for a changed byte or another message."""
+        checksum, found = self._words[:2].tolist()
+        if int(self._words[1:].sum()) != checksum:
+            raise LinkError(f"piece {number + 1}: the checksum differs")
+        if found != number:
+            raise LinkError(f"piece {number + 1}: number {found + 1} came")
+
+
+def fill(message: Message, pool: Pool, piece: CopyPart) -> None:
+    """The source's blocks of a piece, as the message's data."""
+    blocks = view(pool.tensor, piece.layers, piece.source_heads)
+    shape = (*blocks.shape[:2], len(piece.source_blocks), *blocks.shape[3:])
+    data = message.data.view(pool.tensor.dtype).view(shape)
+    if pool.tensor.is_cuda:
+        data.copy_(gather_blocks(blocks, piece.source_blocks))
+    else:
+        gather_blocks(blocks, piece.source_blocks, data)
+
+
+def _cut(parts: Sequence[CopyPart], layout: KVLayout) -> list[CopyPart]:
+    return [*pieces(CopyPlan(parts=tuple(parts), num_bytes=0), layout, PIECE_BYTES)]
+
+
+def _await(link: Link, pending: Pending, what: str) -> None:
+    """Until a message is through."""
+
+    def through(seconds: float) -> bool:
         try:
-            check_layouts(transfer.layout, pool.layout, heads_may_differ=True)
-        except ValueError as error:
-            return str(error)
-        return None
-
-    def begin(self, plan: CopyPlan, transfer: KVTransfer, pool: Pool) -> Ticket:
-        address = transfer.source.addresses.get(self.name)
-        if address is None:
-            raise TransferError(transfer.transfer_id, f"{transfer.source.worker} has no address for {self.name}")
-        ticket = _Ticket(plan, transfer, pool)
-        self._receivers.setdefault(address, _Receiver(address, self._timeout_s)).take(ticket)
-        return ticket
-
-    def close(self) -> None:
-        """Ends all connections, in both directions."""
-        for receiver in self._receivers.values():
-            receiver.close()
-        if self._source is not None:
-            self._source.close()
-
-
-class _Ticket:
-    """What came of it is said by `land` and `end`, from the receiver's thread."""
-
-    def __init__(self, plan: CopyPlan, transfer: KVTransfer, pool: Pool) -> None:
-        self.plan, self.transfer, self._pool = plan, transfer, pool
-        self._lock = threading.Lock()
-        self._through = False
-        self._error: TransferError | None = None
-
-    def done(self) -> bool:
-        if self._error is not None:
-            raise self._error
-        return self._through
-
-    def cancel(self) -> bool:
-        self.end("it was cancelled")
-        return True
-
-    def check(self) -> None:
-        """LinkError if it is over: what is under way is not wanted any more."""
-        if self._error is not None:
-            raise LinkError(str(self._error))
-
-    def land(self, message: Message, piece: CopyPart) -> None:
-        """Writes a piece into the pool."""
-        blocks = view(self._pool.tensor, piece.layers, piece.destination_heads)
-        shape = (*blocks.shape[:2], len(piece.destination_blocks), *blocks.shape[3:])
-        data = message.data.view(blocks.dtype).view(shape).to(blocks.device)
-        with self._lock:
-            self.check()
-            scatter_blocks(blocks, piece.destination_blocks, data)
-
-    def end(self, reason: str | None) -> None:
-        """It is through, or why not; the first word counts."""
-        with self._lock:
-            if self._error is None and not self._through:
-                self._through = reason is None
-                self._error = None if reason is None else TransferError(self.transfer.transfer_id, reason)
-
-
-class _Receiver:
-    """Takes transfers from one source, one after the other; a thread does while there are any."""
-
-    def __init__(self, address: str, timeout_s: float) -> None:
-        self._address, self._timeout_s = address, timeout_s
-        self._link: Link | None = None
-        self._waiting: deque[_Ticket] = deque()
-        self._lock = threading.Lock()
-        self._running = False
-
-    def take(self, ticket: _Ticket) -> None:
-        with self._lock:
-            self._waiting.append(ticket)
-            if not self._running:
-                self._running = True
-                threading.Thread(target=self._run, daemon=True, name=f"kv from {self._address}").start()
-
-    def gone(self) -> bool:
-        """Whether it has nothing to do and the source has hung up (or never answered)."""
-        with self._lock:
-            if self._running or (self._link is not None and not self._link.gone()):
-                return False
-            self._drop(settled=True)
-            return True
-
-    def close(self) -> None:
-        with self._lock:
-            for ticket in self._waiting:
-                ticket.end("this engine's transport was closed")
-            if self._running and self._link is not None:
-                self._link.interrupt()
-            elif not self._running:
-                self._drop(settled=True)
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._running = False
-                    return
-                ticket = self._waiting.popleft()
+            if seconds > 0:
+                pending.wait(seconds)
+            return pending.done()
+        except CollectiveError as error:
             try:
-                ticket.check()
-                self._receive(ticket)
-            except (RuntimeError, ValueError, OSError) as error:
-                ticket.end(str(error))
-
-    def _receive(self, ticket: _Ticket) -> None:
-        settled = False
-        try:
-            link = self._connected()
-            transfer = ticket.transfer
-            link.say(Ask(transfer_id=transfer.transfer_id, lease_word=transfer.lease_word, parts=ticket.plan.parts))
-            refusal = link.hear(Reply).refusal
-            if refusal:
-                ticket.end(f"its source refuses: {refusal}")
-            else:
-                _take_pieces(link, ticket)
-            settled = True
-        finally:
-            if not settled:
-                with self._lock:
-                    self._drop(settled=False)
-
-    def _connected(self) -> Link:
-        if self._link is not None and self._link.gone():
-            self._drop(settled=True)  # nothing is due: the source has hung up
-        if self._link is None:
-            host, _, port = self._address.rpartition(":")
-            try:
-                connection = socket.create_connection((host, int(port)), timeout=self._timeout_s)
-            except OSError as error:
-                what = f"{self._address} cannot be reached within {self._timeout_s:g} s"
+                return pending.done()
+            except CollectiveError:
                 raise LinkError(f"{what}: {error}") from error
-            link = self._link = Link(connection, self._timeout_s)
-            link.pair_up(RECEIVER, link.hear(Welcome).generation)
-        return self._link
 
-    def _drop(self, *, settled: bool) -> None:
-        link, self._link = self._link, None
-        if link is not None:
-            link.close(settled=settled)
-
-
-def _take_pieces(link: Link, ticket: _Ticket) -> None:
-    layout = ticket.transfer.layout
-    cut = [*pieces(ticket.plan, layout, PIECE_BYTES)]
-    buffers = link.buffers(max((part_bytes(piece, layout) for piece in cut), default=0))
-    messages = [Message(buffers[number % BUFFERS], part_bytes(piece, layout)) for number, piece in enumerate(cut)]
-
-    def ask(number: int) -> Pending:
-        return link.comm.recv_async(messages[number].whole, SOURCE, tag=number % BUFFERS)
-
-    flying = [ask(number) for number in range(min(BUFFERS, len(cut)))]
-    for number, piece in enumerate(cut):
-        link.wait(flying.pop(0), f"piece {number + 1} of {len(cut)} from {ticket.transfer.source.worker}", ticket.check)
-        if not messages[number].open(number):
-            raise LinkError("its lease has ended")
-        ticket.land(messages[number], piece)
-        if number + BUFFERS < len(cut):
-            flying.append(ask(number + BUFFERS))
-    ticket.end(None)
+    link.wait(through, what)

@@ -1,10 +1,11 @@
 """KV between two processes of one node: the receiver copies straight out of the sender's pool, which it has mapped.
 
-Owns what a pool's address says and the pace of a copy. It does not know requests. Invariants: a copy counts only if the
-sender's process was there and its lease whole after the last byte; nothing is written after `done` has said True, has raised,
-or after `cancel`; `poll`, `done` and `cancel` never wait for anybody, so a sender that is stopped does no harm.
+Owns what a pool's address says and the pace of a copy (`copying.py` makes it). It does not know requests. Invariants: a copy
+counts only if the sender's process was there and its lease whole after the last byte; `poll`, `done` and `cancel` never wait
+for anybody, so a sender that is stopped does no harm.
 
-No thread: `done` copies up to `MOST_BYTES` a call. The sender does nothing at all, and may be killed at any moment.
+No thread: `done` copies up to `MOST_BYTES` a call. The sender does nothing but say how far it has written, and may be killed
+at any moment.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from pearl.engine.migration.pieces import copy_part, pieces
-from pearl.engine.migration.planner import CopyPart, CopyPlan, check_layouts
+from pearl.engine.migration.copying import Copying
+from pearl.engine.migration.planner import CopyPlan, check_layouts
 from pearl.engine.migration.shared_memory import FileAddress, Mappings, lives, own_address, share, unreachable
-from pearl.engine.migration.transport import LeaseWords, Pool, Ticket, TransferError, Transport
+from pearl.engine.migration.transport import Pool, Ticket, TransferError, Transport
 from pearl.kv_transfer import KVLayout, KVTransfer
 
 MOST_BYTES = 64 << 20
@@ -71,57 +72,14 @@ class HostTransport(Transport):
             words = self._mappings.words(address.words)
         except ValueError as error:
             raise TransferError(transfer.transfer_id, str(error)) from error
-        left = [*pieces(plan, transfer.layout, MOST_BYTES)]
-        return _Copy(transfer, address.pool, words, source, pool, left[::-1])
+
+        def gone() -> str | None:
+            return None if lives(address.pool) else f"its source in process {address.pool.pid} is gone"
+
+        return Copying(transfer, plan, source, words, pool, gone=gone, most_bytes=MOST_BYTES)
 
     def poll(self) -> None:
         self._mappings.tidy()
-
-
-class _Copy:
-    """A ticket."""
-
-    def __init__(
-        self,
-        transfer: KVTransfer,
-        owner: FileAddress,
-        words: LeaseWords,
-        source: Tensor,
-        pool: Pool,
-        left: list[CopyPart],
-    ) -> None:
-        self._transfer, self._owner = transfer, owner
-        self._source: tuple[Tensor, LeaseWords] | None = (source, words)
-        """None once it is over: a mapping goes only when nobody has it any more."""
-        self._pool, self._left = pool, left
-        self._error: TransferError | None = None
-
-    def done(self) -> bool:
-        self._go_on()
-        if self._error is not None:
-            raise self._error
-        return self._source is None
-
-    def cancel(self) -> bool:
-        if self._source is not None:
-            self._end("it was cancelled")
-        return True
-
-    def _go_on(self) -> None:
-        if self._source is None:
-            return
-        source, words = self._source
-        if self._left:
-            copy_part(source, self._pool.tensor, self._left.pop())
-        if not lives(self._owner):
-            self._end(f"its source in process {self._owner.pid} is gone")
-        elif not words.holds(self._transfer.blocks[-1], self._transfer.lease_word):
-            self._end("its lease has ended")  # so what was copied may be another request's
-        elif not self._left:
-            self._source = None
-
-    def _end(self, reason: str) -> None:
-        self._error, self._source, self._left = TransferError(self._transfer.transfer_id, reason), None, []
 
 
 def pool_tensor(memory: Tensor, layout: KVLayout, num_blocks: int) -> Tensor:

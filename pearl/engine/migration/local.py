@@ -1,7 +1,7 @@
-"""KV between two engines of one process: a plain copy from pool to pool, done when `begin` returns.
+"""KV between two engines of one process: a plain copy from pool to pool. What is written is copied when `begin` returns.
 
-Owns the list of this process's pools by address. It does not know requests; leases it only checks. Invariant: a pool is found
-only while its engine lives.
+Owns the list of this process's pools by address (`copying.py` makes the copies). It does not know requests. Invariant: a pool
+is found only while its engine lives.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import uuid
 import weakref
 
-from pearl.engine.migration.pieces import copy_part
+from pearl.engine.migration.copying import Copying
 from pearl.engine.migration.planner import CopyPlan
 from pearl.engine.migration.transport import Pool, Ticket, TransferError, Transport
 from pearl.kv_transfer import KVTransfer
@@ -28,16 +28,6 @@ class _Entry:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-
-
-class _Done:
-    """The ticket of a copy that has been made."""
-
-    def done(self) -> bool:
-        return True
-
-    def cancel(self) -> bool:
-        return True
 
 
 class LocalTransport(Transport):
@@ -61,14 +51,20 @@ class LocalTransport(Transport):
         return f"{transfer.source.worker} (pid {transfer.source.pid}) is no engine of this process"
 
     def begin(self, plan: CopyPlan, transfer: KVTransfer, pool: Pool) -> Ticket:
-        entry = _pools.get(transfer.source.addresses.get(self.name, ""))
+        address = transfer.source.addresses.get(self.name, "")
+        entry = _pools.get(address)
         if entry is None:
             raise TransferError(transfer.transfer_id, "its source is gone")
-        if not entry.pool.leases.holds(transfer.blocks[-1], transfer.lease_word):
+        words, block = entry.pool.leases, transfer.blocks[-1]
+        if not words.holds(block, transfer.lease_word) and not words.is_due(block, transfer.lease_word):
             raise TransferError(transfer.transfer_id, "its lease has ended")
-        for part in plan.parts:
-            copy_part(entry.pool.tensor, pool.tensor, part)
-        return _Done()
+
+        def gone() -> str | None:
+            return None if address in _pools else "its source is gone"
+
+        ticket = Copying(transfer, plan, entry.pool.tensor, words, pool, gone=gone, most_bytes=max(1, plan.num_bytes))
+        ticket.done()
+        return ticket
 
 
 @functools.cache

@@ -43,6 +43,23 @@ def check_layouts(source: KVLayout, destination: KVLayout, *, heads_may_differ: 
             raise ValueError(f"{sides}: KV moves between equal layouts only")
 
 
+def plan_sources(sources: Sequence[Range], wanted: Range, *, turn: int = 0) -> tuple[int, ...]:
+    """Which ranks of a source, by number, together have the heads `wanted`, each head from one of them.
+
+    `sources` are the heads that each rank has. Of those that have the same, number `turn` is taken (modulo how many they are),
+    so that readers spread over them. ValueError for a head that nobody has.
+    """
+    chosen = []
+    head = wanted[0]
+    while head < wanted[1]:
+        holders = [number for number, (first, end) in enumerate(sources) if first <= head < end]
+        if not holders:
+            raise ValueError(f"kv head {head}: none of {len(sources)} ranks has it, they have {list(sources)}")
+        chosen.append(holders[turn % len(holders)])
+        head = sources[chosen[-1]][1]
+    return tuple(chosen)
+
+
 def plan_copy(
     source: KVLayout,
     source_blocks: Sequence[int],

@@ -70,11 +70,11 @@ def share(leases: LeaseWords) -> FileAddress:
     """Moves the words to where others can read them, once; they stay there as long as they live."""
     if leases not in _shared:
         arena = Arena(torch.device("cpu"))
-        words = arena.shared_zeros(leases.words.shape, torch.int64)
+        words = arena.shared_zeros(leases.memory.shape, torch.int64)
         file = arena.file(words)
         assert file is not None
-        words.numpy()[:] = leases.words
-        leases.words = words.numpy()
+        words.numpy()[:] = leases.memory
+        leases.memory = words.numpy()
         _shared[leases] = (arena, own_address(file))
     return _shared[leases][1]
 
