@@ -34,8 +34,8 @@ from pearl.engine.engine import Engine
 from pearl.engine.models.config import ModelConfig
 from pearl.engine.models.params import hf_shapes
 from pearl.engine.weights.snapshot import Snapshot, SnapshotPlan, SnapshotReader
-from pearl.rl.node_publisher import SnapshotTaker, SnapshotWriter
-from pearl.rl.publisher import RankPublisher, ReceivingPublisher, SendingPublisher
+from pearl.rl.node_publisher import NodeReceiver, NodeSender, SnapshotTaker, SnapshotWriter
+from pearl.rl.publisher import RankPublisher
 
 TARGET = 0.70
 RANKS = 3
@@ -135,10 +135,12 @@ def publishers(
         trainer = RandomTrainer(model, Config(engine=replace(engine_config, model="")))
         snapshot = Snapshot(model, dtype)
         store.set(key, snapshot.address)
-        return SendingPublisher(trainer, comm, timeout_s=TIMEOUT_S), SnapshotWriter(trainer, snapshot, timeout_s=TIMEOUT_S)
+        between = NodeSender(trainer, comm, Snapshot(model, dtype), timeout_s=TIMEOUT_S)
+        return between, SnapshotWriter(trainer, snapshot, timeout_s=TIMEOUT_S)
     engine = Engine(engine_config, load_weights=False, text=False)
     reader = SnapshotReader.attach(store.get(key).decode(), SnapshotPlan.of(model, dtype))
-    return ReceivingPublisher(engine, comm, timeout_s=TIMEOUT_S), SnapshotTaker(engine, reader, timeout_s=TIMEOUT_S)
+    between = NodeReceiver(engine, comm, Snapshot(model, dtype), timeout_s=TIMEOUT_S)
+    return between, SnapshotTaker(engine, reader, timeout_s=TIMEOUT_S)
 
 
 def publish(publisher: RankPublisher, version: int, commits: list[float]) -> None:

@@ -24,8 +24,9 @@ from pearl.engine.comm.communicator import CollectiveError, GroupCommunicator
 from pearl.engine.engine import Engine
 from pearl.engine.models.config import from_folder
 from pearl.engine.weights.checkpoint import hf_tensors
+from pearl.engine.weights.snapshot import Snapshot
 from pearl.protocol import SamplingParams
-from pearl.rl.publisher import ReceivingPublisher, SendingPublisher
+from pearl.rl.node_publisher import NodeReceiver, NodeSender
 from pearl.rl.trainer import Trainer
 
 RANKS = 3
@@ -39,7 +40,7 @@ def member(rank: int, folder: str, pipe: Connection) -> None:
     store = dist.FileStore(f"{folder}/store", RANKS)
     comm = GroupCommunicator(dist.ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=60)))
     part = TrainingMember(comm, Path(folder)) if rank == 0 else ServingMember(comm, Path(folder))
-    for phase in (part.first, part.busy, part.twenty_more, part.not_finite, part.not_newer, part.afterwards, part.killed):
+    for phase in (part.first, part.busy, part.fifty_more, part.not_finite, part.not_newer, part.afterwards, part.killed):
         pipe.send(phase())
         if phase != part.killed:
             comm.barrier(30.0)
@@ -48,7 +49,7 @@ def member(rank: int, folder: str, pipe: Connection) -> None:
 class Member:
     """What both kinds do alike: publish versions one after another."""
 
-    publisher: SendingPublisher | ReceivingPublisher
+    publisher: NodeSender | NodeReceiver
     version = 0
 
     def publish(self) -> dict[str, Any]:
@@ -69,9 +70,9 @@ class Member:
     def first(self) -> dict[str, Any]:
         return self.publish()
 
-    def twenty_more(self) -> dict[str, Any]:
+    def fifty_more(self) -> dict[str, Any]:
         sizes = []
-        for _ in range(25):
+        for _ in range(50):
             result = self.publish()
             sizes.append(resident_kib())
         return {**result, "grown_kib": sizes[-1] - sizes[4]}
@@ -83,7 +84,8 @@ class Member:
 class TrainingMember(Member):
     def __init__(self, comm: GroupCommunicator, folder: Path) -> None:
         self.trainer = Trainer(folder, config(engine=ENGINE, seed=3, optimizer={"lr": 0.01}))
-        self.publisher = SendingPublisher(self.trainer, comm, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET_BYTES)
+        snapshot = Snapshot(self.trainer.model_config, torch.float32, bucket_bytes=BUCKET_BYTES)
+        self.publisher = NodeSender(self.trainer, comm, snapshot, timeout_s=TIMEOUT_S)
 
     def first(self) -> dict[str, Any]:
         result = self.publish()
@@ -124,7 +126,8 @@ class TrainingMember(Member):
 class ServingMember(Member):
     def __init__(self, comm: GroupCommunicator, folder: Path) -> None:
         self.engine = Engine(replace(ENGINE, model=from_folder(folder)), load_weights=False, text=False)
-        self.publisher = ReceivingPublisher(self.engine, comm, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET_BYTES)
+        snapshot = Snapshot(self.engine.model_config, torch.float32, bucket_bytes=BUCKET_BYTES)
+        self.publisher = NodeReceiver(self.engine, comm, snapshot, timeout_s=TIMEOUT_S)
         self.rank = comm.rank
 
     def busy(self) -> dict[str, Any]:
@@ -161,7 +164,7 @@ class ServingMember(Member):
         self.publisher.begin(self.version)
         try:
             while self.publisher.poll() is None:
-                if self.rank == RANKS - 1 and self.engine._store._rows:
+                if self.rank == RANKS - 1 and self.publisher._receiver._ready:
                     os.kill(os.getpid(), signal.SIGKILL)
         except CollectiveError as error:
             return {"error": str(error), "version": self.engine.weight_version}

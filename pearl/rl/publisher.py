@@ -1,4 +1,4 @@
-"""Giving the trainer's weights to the engines: three kinds of ranks, one interface.
+"""Giving the trainer's weights to the engines: several kinds of ranks, one interface.
 
 Owns one rank's part in a publication and its measurement. It does not know how weights travel or how an engine stages them,
 nor when to publish. Invariants: every tensor is checked before the first byte of an engine's weights changes; requests that
@@ -16,14 +16,12 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from pearl.config import Config
-from pearl.engine.comm.communicator import CollectiveError, Communicator
+from pearl.engine.comm.communicator import CollectiveError
 from pearl.engine.models.config import ModelConfig
 from pearl.engine.weights.store import NamedRows
-from pearl.engine.weights.transfer import BUCKET_BYTES, WeightReceiver, WeightSender
 
 Metrics = dict[str, float]
 PAUSE_S = 0.0002
@@ -111,64 +109,17 @@ class LocalPublisher(RankPublisher):
         return self._metrics(size, time.perf_counter() - self._began)
 
 
-class SendingPublisher(RankPublisher):
-    """A training rank. `comm` is the group of rank 0, who sends, and all that serve.
+class GatheringPublisher(RankPublisher):
+    """A training rank that gives nothing itself: it goes through the same tensors, since gathering one takes all of them."""
 
-    The other training ranks have no `comm`: they go through the same tensors, since gathering one takes all training ranks.
-    """
-
-    def __init__(
-        self, trainer: Source, comm: Communicator | None, *, timeout_s: float = 600.0, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
-        """`timeout_s`: the longest wait for any one message."""
+    def __init__(self, trainer: Source) -> None:
         self._trainer = trainer
         self._tensors: Iterator[tuple[str, Tensor]] = iter(())
-        self._sender: WeightSender | None = None
-        if comm is not None:
-            dtype = getattr(torch, trainer.config.engine.dtype)
-            config = trainer.model_config
-            self._sender = WeightSender(comm, config, dtype, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
 
     def begin(self, version: int) -> None:
         super().begin(version)
         self._tensors = self._trainer.named_hf_tensors()
-        if self._sender is not None:
-            self._sender.begin(self._tensors, version)
 
     def poll(self) -> Metrics | None:
-        if self._sender is None:
-            taken = sum(1 for _ in islice(self._tensors, TENSORS_A_POLL))
-            return self._metrics(0, 0.0) if taken < TENSORS_A_POLL else None
-        return self._metrics(self._sender.nbytes, 0.0) if self._sender.poll() else None
-
-
-class ReceivingPublisher(RankPublisher):
-    """A rank that serves: stages what has come at each poll, and commits once it has everything."""
-
-    def __init__(
-        self, engine: StagingTarget, comm: Communicator, *, timeout_s: float = 600.0, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
-        """`timeout_s`: the longest wait for any one message."""
-        self._engine = engine
-        dtype = getattr(torch, engine.model_config.dtype)
-        self._receiver = WeightReceiver(comm, engine.model_config, dtype, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
-
-    def begin(self, version: int) -> None:
-        super().begin(version)
-        self._receiver.begin(version, self._engine.weight_version)
-
-    def poll(self) -> Metrics | None:
-        try:
-            return self._poll()
-        except BaseException:
-            self._engine.discard_weights()
-            raise
-
-    def _poll(self) -> Metrics | None:
-        for bucket in self._receiver.poll():
-            self._engine.stage_weights(bucket, self.version, adopt=True)
-        if not self._receiver.finished:
-            return None
-        start = time.perf_counter()
-        self._engine.commit_weights(self.version, mode="keep")
-        return self._metrics(self._receiver.nbytes, time.perf_counter() - start)
+        taken = sum(1 for _ in islice(self._tensors, TENSORS_A_POLL))
+        return self._metrics(0, 0.0) if taken < TENSORS_A_POLL else None

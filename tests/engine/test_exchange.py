@@ -17,6 +17,7 @@ from pearl.engine.comm.layout import Layout
 from pearl.engine.models.config import ModelConfig
 from pearl.engine.models.params import hf_shapes
 from pearl.engine.weights.exchange import WINDOW, Exchange
+from pearl.engine.weights.neighbours import Handed, Neighbours
 from pearl.engine.weights.reshard import ReshardPlan, plan_reshard
 
 CONFIG = model(experts=some_experts(4), attention_bias=True)
@@ -74,15 +75,33 @@ class Member:
         return str(caught.value)
 
 
+@pytest.fixture(params=["shared memory", "gloo"])
+def shared(request: pytest.FixtureRequest) -> bool:
+    return request.param == "shared memory"
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_what_arrives_is_the_converted_slice(name: str):
+def test_what_arrives_is_the_converted_slice(name: str, shared: bool):
     plan = planned(*CASES[name])
 
-    def work(comm: GroupCommunicator) -> list[bool]:
-        member = Member(comm, plan)
-        return [member.run(version, staged=version % 2 == 0) for version in (3, 4, 5, 6, 8)]
+    def work(comm: GroupCommunicator) -> tuple[list[bool], bool]:
+        member = Member(comm, plan, shared_memory=shared)
+        right = [member.run(version, staged=version % 2 == 0) for version in (3, 4, 5, 6, 8)]
+        return right, member.exchange._near == (set(range(comm.size)) - {comm.rank} if shared else set())
 
-    assert run_members(len(plan.members), work) == [[True] * 5] * len(plan.members)
+    assert run_members(len(plan.members), work) == [([True] * 5, True)] * len(plan.members)
+
+
+def test_whoever_may_not_share_is_sent_messages_by_all():
+    plan = planned(*CASES["who trains serves too"])
+
+    def work(comm: GroupCommunicator) -> tuple[set[int], bool]:
+        member = Member(comm, plan, shared_memory=comm.rank != 1)
+        right = member.run(1) and member.run(2, staged=True)
+        return member.exchange._near, right
+
+    others = [{2, 3}, set(), {0, 3}, {0, 2}]
+    assert run_members(4, work) == [(near, True) for near in others]
 
 
 def test_a_member_alone_copies_in_its_own_memory():
@@ -130,7 +149,7 @@ def test_few_messages_are_under_way_and_polls_do_not_wait():
     assert good and most == WINDOW < len(plan.of(0).sends) and late < 0.4
 
 
-def test_all_hear_of_a_number_that_is_not_finite_and_the_group_goes_on():
+def test_all_hear_of_a_number_that_is_not_finite_and_the_group_goes_on(shared: bool):
     """1e39 is finite for the sender and infinite once converted. Receivers that had nothing to do with it raise as well."""
     plan = planned(*CASES["uneven shards to tensor parallel"])
 
@@ -138,7 +157,7 @@ def test_all_hear_of_a_number_that_is_not_finite_and_the_group_goes_on():
         held["layers.0.o.weight"].view(-1)[1] = 3.4e38
 
     def work(comm: GroupCommunicator) -> tuple[str, str, bool]:
-        member = Member(comm, plan)
+        member = Member(comm, plan, shared_memory=shared)
         mine = spoil if comm.rank == 1 else lambda held: None
         return member.failure(1, mine), member.failure(2, mine), member.run(3)
 
@@ -187,9 +206,9 @@ def test_nothing_is_written_of_what_is_not_whole():
     assert run_members(2, work) == [expected] * 2
 
 
-def test_members_of_different_versions_are_told():
+def test_members_of_different_versions_are_told(shared: bool):
     plan = planned(Layout(members=(0, 1), fsdp=2), Layout(members=(2,)))
-    results = run_members(3, lambda comm: Member(comm, plan).failure(7 if comm.rank == 1 else 6))
+    results = run_members(3, lambda comm: Member(comm, plan, shared_memory=shared).failure(7 if comm.rank == 1 else 6))
     assert results == ["message 1 from member 1 to member 2: version 7 came"] * 3
 
 
@@ -199,25 +218,21 @@ def test_members_of_different_plans_are_told_before_anything_moves():
     assert results == ["version 1: the plan of member 1 is not that of 0"] * 2
 
 
-def test_a_changed_byte_is_noticed_by_all():
+def test_a_changed_byte_is_noticed_by_all(shared: bool, monkeypatch: pytest.MonkeyPatch):
     plan = planned(Layout(members=(0,)), Layout(members=(1, 2), tp=2))
+    send, give = GroupCommunicator.send_async, Neighbours.give
 
-    class Changing:
-        def __init__(self, comm: GroupCommunicator) -> None:
-            self.comm, self.rank, self.size = comm, comm.rank, comm.size
+    def send_changed(self: GroupCommunicator, tensor: Tensor, *arguments, **options) -> Pending:
+        tensor[100] ^= 1
+        return send(self, tensor, *arguments, **options)
 
-        def send_async(self, tensor: Tensor, *arguments, **options) -> Pending:
-            tensor[100] ^= 1
-            return self.comm.send_async(tensor, *arguments, **options)
+    def give_changed(self: Neighbours, slot: int, ticket: int) -> Handed:
+        self.slot(slot)[100] ^= 1
+        return give(self, slot, ticket)
 
-        def __getattr__(self, name: str):
-            return getattr(self.comm, name)
-
-    def work(comm: GroupCommunicator) -> str:
-        member = Member(Changing(comm) if comm.rank == 0 else comm, plan)  # type: ignore[arg-type]
-        return member.failure(1)
-
-    results = run_members(3, work)
+    monkeypatch.setattr(GroupCommunicator, "send_async", send_changed)
+    monkeypatch.setattr(Neighbours, "give", give_changed)
+    results = run_members(3, lambda comm: Member(comm, plan, shared_memory=shared).failure(1))
     assert results == ["message 1 from member 0 to member 1: the checksum differs"] * 3
 
 

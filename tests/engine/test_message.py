@@ -13,7 +13,7 @@ from pearl.engine.weights.message import HEADER_BYTES, REFUSAL_BYTES, Message
 
 
 def filled() -> Message:
-    message = Message.over(torch.zeros(4096, dtype=torch.uint8), BUCKET, torch.bfloat16)
+    message = Message(torch.zeros(4096, dtype=torch.uint8), BUCKET, torch.bfloat16)
     for _, rows, _ in message.rows:
         rows.copy_(torch.randn(rows.shape, generator=torch.Generator().manual_seed(1)))
     message.seal(7)
@@ -22,7 +22,7 @@ def filled() -> Message:
 
 def test_all_are_views_of_the_same_memory() -> None:
     memory = torch.zeros(4096, dtype=torch.uint8)
-    message = Message.over(memory, BUCKET, torch.bfloat16)
+    message = Message(memory, BUCKET, torch.bfloat16)
     assert message.whole.nbytes == Message.size(BUCKET) == HEADER_BYTES + max(BUCKET.nbytes, REFUSAL_BYTES)
     assert [(name, tuple(rows.shape), start) for name, rows, start in message.rows] == [("a", (3, 5), 0), ("b", (40, 4), 0)]
     for (_, rows, _), piece in zip(message.rows, BUCKET.pieces, strict=True):
@@ -35,22 +35,22 @@ def test_all_are_views_of_the_same_memory() -> None:
 @pytest.mark.parametrize("bit", [0, 7])
 def test_any_changed_bit_is_seen(position: int, bit: int) -> None:
     message = filled()
-    assert message.refusal(7) is None
+    assert message.take(7)[0] is None
     message.whole[position] ^= 1 << bit
     with pytest.raises(ValueError, match="the checksum differs"):
-        message.refusal(7)
+        message.take(7)[0]
 
 
 def test_another_version_is_named() -> None:
     with pytest.raises(ValueError, match="version 7 came"):
-        filled().refusal(8)
+        filled().take(8)
 
 
 @pytest.mark.parametrize(("bucket", "dtype"), [(BUCKET, torch.bfloat16), (TINY, torch.float32)])
 @pytest.mark.parametrize("words", ["w", "ä gone", "x" * REFUSAL_BYTES])
 def test_words_travel_in_a_bucket_of_any_size(bucket: Bucket, dtype: torch.dtype, words: str) -> None:
-    message = Message.over(torch.zeros(4096, dtype=torch.uint8), bucket, dtype)
-    message.seal(3, words.encode()[:REFUSAL_BYTES])
-    assert message.refusal(3) == words
+    message = Message(torch.zeros(4096, dtype=torch.uint8), bucket, dtype)
+    message.refuse(3, words.encode())
+    assert message.take(3)[0] == words
     message.seal(4)
-    assert message.refusal(4) is None
+    assert message.take(4)[0] is None

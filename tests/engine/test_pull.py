@@ -18,10 +18,11 @@ from pull_member import PullMember
 from weight_cases import EMBEDDING, HEAD, Q, config_of, is_model, new_decoder, snapshot, tensors_of, unchanged
 
 from pearl.engine.comm.communicator import CollectiveError
+from pearl.engine.comm.conversation import Conversation, pair_over
 from pearl.engine.models.params import hf_shapes
-from pearl.engine.weights.conversation import Answer, Ask, Conversation, Report, pair_over
+from pearl.engine.weights.conversation import Answer, Ask, Report
 from pearl.engine.weights.fanout import Member, plan_fanout
-from pearl.engine.weights.holding import LiveHolding, SnapshotHolding
+from pearl.engine.weights.holding import HoldingBusy, LiveHolding, SnapshotHolding
 from pearl.engine.weights.pull import Holder, SnapshotReceiver, fetch, load, pull
 from pearl.engine.weights.pull_server import PullServer
 from pearl.engine.weights.snapshot import Snapshot, digest_of
@@ -298,13 +299,29 @@ def test_when_all_slots_are_taken_the_next_holder_is_asked_and_then_the_first_ag
     assert get(new_snapshot(), server).version == 3
 
 
+def test_one_version_is_held_at_a_time_where_the_writer_needs_the_other_slot() -> None:
+    kept = written(1)
+    holding = SnapshotHolding(kept.reader(), versions=1)
+    first, second = holding.hold(1), holding.hold(1)
+    assert kept.write(TENSORS, 2, wait_s=0.0)
+    with closing(PullServer(holding, timeout_s=TIMEOUT_S)) as server:
+        threading.Timer(0.3, second.close).start()
+        with pytest.raises(HoldingBusy, match="version=2: 1 is still being sent"):
+            holding.hold(2)
+        first.close()
+        start = time.monotonic()
+        assert get(new_snapshot(), server, version=2).version == 2  # it is asked again until the other is through
+        assert time.monotonic() - start > 0.1 and server.stats.refused > 0
+    assert kept.write(TENSORS, 3, wait_s=0.0) and kept.write(TENSORS, 4, wait_s=0.0)
+
+
 def test_a_holder_that_is_gone_or_stopped_costs_its_timeout() -> None:
     stopped = socket.create_server(("127.0.0.1", 0))  # connections are made for it, and never read
     gone = socket.create_server(("127.0.0.1", 0))
     ports = [server.getsockname()[1] for server in (stopped, gone)]
     gone.close()
     start = time.monotonic()
-    with pytest.raises(CollectiveError, match="stopped: waiting for Answer: nothing came within 0.5 s; gone: .*refused"):
+    with pytest.raises(CollectiveError, match="stopped: waiting for Answer: it did not come within 0.5 s; gone: .*refused"):
         holders = [Holder(name="stopped", port=ports[0]), Holder(name="gone", port=ports[1])]
         fetch(new_snapshot(), holders, name="me", timeout_s=0.5)
     assert time.monotonic() - start < 4.0

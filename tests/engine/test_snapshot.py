@@ -15,7 +15,7 @@ import pytest
 import torch
 from weight_cases import Q, config_of, tensors_of
 
-from pearl.engine.weights import host_memory
+from pearl.engine import host_memory
 from pearl.engine.weights.snapshot import MAGIC, Snapshot, SnapshotPlan, SnapshotReader, digest_of
 
 MODEL = hf_models.dense()

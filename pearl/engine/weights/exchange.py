@@ -17,7 +17,7 @@ member has of the target already is copied within its own memory while it would 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -26,9 +26,11 @@ from torch import Tensor
 
 from pearl.engine.comm.communicator import CollectiveError, Communicator, Pending
 from pearl.engine.comm.layout import Layout, held
+from pearl.engine.weights import sealing
 from pearl.engine.weights.arrivals import FLOAT_DTYPES
 from pearl.engine.weights.checkpoint import listed
-from pearl.engine.weights.message import REFUSAL_BYTES, Message
+from pearl.engine.weights.message import REFUSAL_BYTES, Message, not_finite
+from pearl.engine.weights.neighbours import ADDRESS_BYTES, Handed, Neighbours, decoded
 from pearl.engine.weights.parcels import Parcel
 from pearl.engine.weights.reshard import ReshardPlan
 
@@ -46,19 +48,27 @@ class _Flight:
     """A message under way."""
 
     parcel: Parcel
-    message: Message
+    message: Message | None
+    """None: it will be found in the sender's memory."""
     slot: int
-    pending: Pending
+    pending: Pending | Handed
 
 
 class Exchange:
     """What one member does. `begin`, then `poll` until it returns True, or `wait`. Not thread-safe."""
 
     def __init__(
-        self, comm: Communicator, plan: ReshardPlan, *, timeout_s: float = 600.0, device: torch.device | str = "cpu"
+        self,
+        comm: Communicator,
+        plan: ReshardPlan,
+        *,
+        timeout_s: float = 600.0,
+        device: torch.device | str = "cpu",
+        shared_memory: bool = True,
     ) -> None:
         """`comm` is the group of the plan's members in ascending order; no message may take longer than `timeout_s` to come
-        when nothing else does. ValueError for a group of another size."""
+        when nothing else does. `shared_memory`: members of one machine use it instead of the group, if both may. ValueError
+        for a group of another size."""
         if comm.size != len(plan.members):
             raise ValueError(f"comm: has {comm.size} members, must have the plan's {len(plan.members)}")
         if timeout_s <= 0:
@@ -72,6 +82,11 @@ class Exchange:
         self._source_shapes = _shapes(plan, plan.source, self._part.member)
         self._target_shapes = _shapes(plan, plan.target, self._part.member)
         self._slots: list[Tensor | None] = [None] * WINDOW
+        self._neighbours: Neighbours | None = None
+        self._near: set[int] = set()
+        """Numbers in the group of the members that are reached through shared memory."""
+        self._shares = shared_memory and self._device.type == "cpu"
+        self._round = 0
         self._staged: dict[tuple[int, int, int], Message] = {}
         """Memory of what comes or is kept, by the parcel's key."""
         self._writable = False
@@ -103,7 +118,7 @@ class Exchange:
         problems += [] if target is None else _problems("target", target, self._target_shapes, (self._dtype,))
         if problems:
             raise ValueError(listed(problems))
-        self.version, self._problem = version, None
+        self.version, self._problem, self._round = version, None, self._round + 1
         self.waiting = self.finished = self._writable = False
         self._steps = self._exchange(source, target)
 
@@ -151,7 +166,7 @@ class Exchange:
         parcels = (*self._part.receives, *self._part.kept)
         views = [view for parcel in parcels for view in _views(parcel, target)]
         if views:
-            torch._foreach_copy_(views, [part for parcel in parcels for part in _rows(self._staged[parcel.key])])
+            torch._foreach_copy_(views, [part for parcel in parcels for part in self._staged[parcel.key].parts])
 
     @torch.no_grad()
     def _exchange(self, source: Mapping[str, Tensor], target: Mapping[str, Tensor] | None) -> Steps:
@@ -165,9 +180,9 @@ class Exchange:
                 worked = True
             for flight in [flight for flight in self._flying if flight.pending.done()]:
                 self._flying.remove(flight)
-                free.append(flight.slot)
                 if flight.parcel.receiver == self._part.member:
                     self._land(flight, target)
+                free.append(flight.slot)
                 worked = True
             if kept and not worked:
                 self._keep(kept.pop(), source, target)
@@ -176,6 +191,8 @@ class Exchange:
                 since = time.monotonic()
             elif time.monotonic() - since > self.timeout_s:
                 raise CollectiveError(f"version {self.version}: waited {self.timeout_s:g} s for {self._awaited()}")
+            elif self._neighbours is not None:
+                self._neighbours.check()
             yield not worked
         yield from self._conclude()
         self._writable = target is None
@@ -183,62 +200,71 @@ class Exchange:
     def _launch(self, parcel: Parcel, slot: int, source: Mapping[str, Tensor], *, staged: bool) -> None:
         """Begins to send a message, filled, or to take one."""
         what, tag = f"version {self.version}, {_name(parcel)}", parcel.key[0]
-        if parcel.sender == self._part.member:
-            message = self._passing(parcel, slot)
+        ticket = self._round << 40 | parcel.key[0] << 20 | parcel.key[1]
+        sends = parcel.sender == self._part.member
+        peer = self._members.index(parcel.receiver if sends else parcel.sender)
+        near = self._neighbours if peer in self._near else None
+        message: Message | None = None
+        pending: Pending | Handed
+        if sends:
+            memory = self._passing(slot) if near is None else near.slot(slot)
+            message = Message(memory, parcel.bucket, self._dtype)
             self._fill(parcel, message, source)
-            pending = self._comm.send_async(message.whole, self._members.index(parcel.receiver), what, tag=tag)
+            pending = self._comm.send_async(message.whole, peer, what, tag=tag) if near is None else near.give(slot, ticket)
+        elif near is not None:
+            pending = near.expect(peer, ticket)
         else:
-            message = self._lasting(parcel) if staged else self._passing(parcel, slot)
-            pending = self._comm.recv_async(message.whole, self._members.index(parcel.sender), what, tag=tag)
+            message = self._lasting(parcel) if staged else Message(self._passing(slot), parcel.bucket, self._dtype)
+            pending = self._comm.recv_async(message.whole, peer, what, tag=tag)
         self._flying.append(_Flight(parcel=parcel, message=message, slot=slot, pending=pending))
 
-    def _passing(self, parcel: Parcel, slot: int) -> Message:
-        """A message in memory that the next one takes over."""
+    def _passing(self, slot: int) -> Tensor:
+        """Memory for a message, which the next one takes over."""
         memory = self._slots[slot]
         if memory is None:
             largest = max(Message.size(other.bucket) for other in self._lane)
             memory = self._slots[slot] = torch.zeros(largest, dtype=torch.uint8, device=self._device)
-        return Message.over(memory, parcel.bucket, self._dtype)
+        return memory
 
     def _lasting(self, parcel: Parcel) -> Message:
         """The message that this parcel is staged in."""
         if parcel.key not in self._staged:
             memory = torch.zeros(Message.size(parcel.bucket), dtype=torch.uint8, device=self._device)
-            self._staged[parcel.key] = Message.over(memory, parcel.bucket, self._dtype)
+            self._staged[parcel.key] = Message(memory, parcel.bucket, self._dtype)
         return self._staged[parcel.key]
 
     def _fill(self, parcel: Parcel, message: Message, source: Mapping[str, Tensor]) -> None:
         if self._problem is None:
-            self._copy(parcel, _rows(message), source, message.data[: parcel.payload // self._dtype.itemsize])
-        message.seal(self.version, b"" if self._problem is None else self._words())
+            total, finite = message.put(_sources(parcel, source))
+            if finite:
+                message.seal(self.version, total)
+                return
+            self._problem = message.not_finite()
+        message.refuse(self.version, self._words())
 
     def _land(self, flight: _Flight, target: Mapping[str, Tensor] | None) -> None:
         """What has come is checked, and goes where it belongs."""
+        parcel, message, handed = flight.parcel, flight.message, flight.pending
+        targets: Sequence[Tensor] = () if target is None else _views(parcel, target)
+        if isinstance(handed, Handed):
+            assert handed.memory is not None
+            message = Message(handed.memory, parcel.bucket, self._dtype)
+            targets = self._lasting(parcel).parts if target is None else targets
+        assert message is not None
         try:
-            refusal = flight.message.refusal(self.version)
+            refusal, _ = message.take(self.version, targets)
         except ValueError as error:
-            refusal = f"{_name(flight.parcel)}: {error}"
-        if refusal is not None:
-            self._problem = self._problem or refusal
-        elif target is not None:
-            torch._foreach_copy_(_views(flight.parcel, target), _rows(flight.message))
+            refusal = f"{_name(parcel)}: {error}"
+        if isinstance(handed, Handed):
+            handed.release()
+        self._problem = self._problem or refusal
 
     def _keep(self, parcel: Parcel, source: Mapping[str, Tensor], target: Mapping[str, Tensor] | None) -> None:
-        views = _rows(self._lasting(parcel)) if target is None else _views(parcel, target)
-        self._copy(parcel, views, source)
-
-    def _copy(self, parcel: Parcel, views: list[Tensor], source: Mapping[str, Tensor], all_of_it: Tensor | None = None) -> None:
-        """Converts the parcel's numbers and notes if they are not finite then. `all_of_it`: the views as one tensor."""
-        torch._foreach_copy_(views, [source[move.name][move.source_index()] for move in parcel.moves])
-        # Any NaN or infinity makes the sum one; the sum of finite values seldom is, and then every value is looked at.
-        total = torch.stack([view.sum() for view in views]).sum() if all_of_it is None else all_of_it.sum()
-        if bool(torch.isfinite(total)):
-            return
-        for move, view in zip(parcel.moves, views, strict=True):
-            count = int((~torch.isfinite(view)).sum())
-            if count:
-                problem = f"{move.name}: {count} of {view.numel()} values are not finite in {self._dtype}"
-                self._problem = self._problem or problem
+        """Converts what is here already, and notes what is not finite then."""
+        views = self._lasting(parcel).parts if target is None else _views(parcel, target)
+        if not sealing.copy(views, _sources(parcel, source)):
+            names = [move.name for move in parcel.moves]
+            self._problem = self._problem or not_finite(zip(names, views, strict=True))
 
     def _agree(self) -> Steps:
         """Before the first exchange: ValueError, the same on all members, if their plans differ."""
@@ -250,7 +276,27 @@ class Exchange:
         others = [member for member, plan in zip(self._members, table.tolist(), strict=True) if plan != table[0]]
         if others:
             raise ValueError(f"version {self.version}: the plan of member {others[0]} is not that of {self._members[0]}")
+        if self._comm.size > 1:
+            yield from self._find_neighbours()
         self._agreed = True
+
+    def _find_neighbours(self) -> Steps:
+        """Whom this member reaches through shared memory: whoever, in both directions, can look into the other's."""
+        me, size = self._comm.rank, self._comm.size
+        largest = max((Message.size(parcel.bucket) for parcel in self._part.sends), default=0)
+        neighbours = Neighbours(WINDOW, largest)
+        table = torch.zeros(size, ADDRESS_BYTES, dtype=torch.uint8, device=self._device)
+        if self._shares:
+            address = neighbours.publish()
+            table[me, : len(address)] = torch.tensor(list(address), dtype=torch.uint8)
+        yield from self._sum(table, "all members to say where their memory is")
+        attached = torch.zeros(size, size, dtype=torch.int64, device=self._device)
+        for peer, address in enumerate(decoded(table.tolist())):
+            if peer != me and self._shares and address:
+                attached[me, peer] = neighbours.attach(peer, address)
+        yield from self._sum(attached, "all members to look into each other's memory")
+        self._near = {peer for peer in range(size) if peer != me and attached[me, peer] and attached[peer, me]}
+        self._neighbours = neighbours if self._near else None
 
     def _conclude(self) -> Steps:
         """All members hear what was wrong with any: ValueError in the words of the first one."""
@@ -286,8 +332,8 @@ def _views(parcel: Parcel, target: Mapping[str, Tensor]) -> list[Tensor]:
     return [target[move.name][move.target_index()] for move in parcel.moves]
 
 
-def _rows(message: Message) -> list[Tensor]:
-    return [part for _, part, _ in message.rows]
+def _sources(parcel: Parcel, source: Mapping[str, Tensor]) -> list[Tensor]:
+    return [source[move.name][move.source_index()] for move in parcel.moves]
 
 
 def _shapes(plan: ReshardPlan, layout: Layout, member: int) -> dict[str, tuple[int, ...]]:

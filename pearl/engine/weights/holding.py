@@ -6,6 +6,7 @@ its end is one whole version; if that cannot be, the receiver is told so in word
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -13,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from pearl.engine.comm.communicator import Communicator
-from pearl.engine.weights.snapshot import Lease, SnapshotPlan, SnapshotReader
+from pearl.engine.weights.snapshot import MAX_SLOTS, Lease, SnapshotPlan, SnapshotReader
 from pearl.engine.weights.transfer import WeightSender
 
 
@@ -24,6 +25,10 @@ class GivingSender(WeightSender):
 
     def __init__(self, comm: Communicator, plan: SnapshotPlan, timeout_s: float) -> None:
         super().__init__(comm, plan.config, plan.dtype, bucket_bytes=plan.bucket_bytes, timeout_s=timeout_s)
+
+
+class HoldingBusy(ValueError):
+    """A version cannot be held as long as others are."""
 
 
 class Held(Protocol):
@@ -54,29 +59,44 @@ class Holding(Protocol):
 class SnapshotHolding:
     """The versions of a snapshot."""
 
-    def __init__(self, reader: SnapshotReader) -> None:
-        self.plan, self._reader = reader.plan, reader
+    def __init__(self, reader: SnapshotReader, *, versions: int = MAX_SLOTS) -> None:
+        """`versions`: how many different ones may be held at a time; the slots of the others are left to the writer."""
+        self.plan, self._reader, self._most = reader.plan, reader, versions
+        self._held: list[int] = []
+        self._lock = threading.Lock()
 
     @property
     def newest(self) -> int:
         return self._reader.newest
 
     def hold(self, version: int) -> Held:
-        return _HeldSlot(self.plan, self._reader.lease(version))
+        with self._lock:
+            others = set(self._held) - {version}
+            if len(others) >= self._most:
+                raise HoldingBusy(f"version={version}: {', '.join(map(str, sorted(others)))} is still being sent")
+            lease = self._reader.lease(version)
+            self._held.append(version)
+        return _HeldSlot(self, lease)
+
+    def let_go(self, version: int) -> None:
+        """One transfer of it is over."""
+        with self._lock:
+            self._held.remove(version)
 
 
 class _HeldSlot:
-    def __init__(self, plan: SnapshotPlan, lease: Lease) -> None:
-        self.version, self._plan, self._lease = lease.version, plan, lease
+    def __init__(self, holding: SnapshotHolding, lease: Lease) -> None:
+        self.version, self._holding, self._lease = lease.version, holding, lease
 
     def sender(self, comm: Communicator, timeout_s: float) -> GivingSender:
-        sender = _SlotSender(comm, self._plan, timeout_s)
+        sender = _SlotSender(comm, self._holding.plan, timeout_s)
         sender.lease, sender.digest = self._lease, self._lease.digest
         sender.begin((), self.version)
         return sender
 
     def close(self) -> None:
         self._lease.close()
+        self._holding.let_go(self.version)
 
 
 class _SlotSender(GivingSender):
@@ -101,7 +121,8 @@ class LiveHolding:
     def __init__(
         self, plan: SnapshotPlan, tensors: Callable[[], Iterable[tuple[str, Tensor]]], version: Callable[[], int]
     ) -> None:
-        """`tensors`: the whole model under Hugging Face names, in its order; `version`: which one that is, -1 for none."""
+        """`tensors`: the whole model under Hugging Face names, in its order, or a ValueError why it cannot be had (one rank of
+        several has parts of it); `version`: which one that is, -1 for none."""
         self.plan, self.tensors, self._version = plan, tensors, version
         self._changes = 0
         """Odd while the weights are being changed."""
@@ -120,9 +141,10 @@ class LiveHolding:
         return self._version()
 
     def hold(self, version: int) -> Held:
-        held = _HeldLive(self, version, self._changes)
+        changes = self._changes
         if self._version() != version:
             raise ValueError(f"version={version}: this worker serves {self._version()}")
+        held = _HeldLive(self, version, changes, self.tensors())
         held.check()
         return held
 
@@ -132,8 +154,8 @@ class LiveHolding:
 
 
 class _HeldLive:
-    def __init__(self, holding: LiveHolding, version: int, changes: int) -> None:
-        self.version, self._holding, self._changes = version, holding, changes
+    def __init__(self, holding: LiveHolding, version: int, changes: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.version, self._holding, self._changes, self._tensors = version, holding, changes, tensors
 
     def check(self) -> None:
         """ValueError unless the weights have been left alone since they were held."""
@@ -143,7 +165,7 @@ class _HeldLive:
     def sender(self, comm: Communicator, timeout_s: float) -> GivingSender:
         sender = _LiveSender(comm, self._holding.plan, timeout_s)
         sender.held = self
-        sender.begin(self._holding.tensors(), self.version)
+        sender.begin(self._tensors, self.version)
         return sender
 
     def close(self) -> None:

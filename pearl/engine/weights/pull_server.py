@@ -15,10 +15,11 @@ import time
 from dataclasses import dataclass, field
 
 from pearl.engine.comm.communicator import CollectiveError
+from pearl.engine.comm.conversation import Conversation, ConversationError, pair_over
 from pearl.engine.comm.groups import LOCAL
 from pearl.engine.comm.pairs import Pair
-from pearl.engine.weights.conversation import Answer, Ask, Conversation, ConversationError, Report, pair_over
-from pearl.engine.weights.holding import GivingSender, Held, Holding
+from pearl.engine.weights.conversation import Answer, Ask, Report
+from pearl.engine.weights.holding import GivingSender, Held, Holding, HoldingBusy
 
 TIMEOUT_S = 10.0
 SLOWEST_BYTES_PER_S = 1e6
@@ -147,7 +148,7 @@ class PullServer:
         try:
             held = self._holding.hold(wanted)
         except ValueError as error:
-            self._refuse(conversation, str(error), later=ask.version is None)
+            self._refuse(conversation, str(error), later=ask.version is None or isinstance(error, HoldingBusy))
             return
         with contextlib.closing(held):
             self._give(conversation, ask, held)

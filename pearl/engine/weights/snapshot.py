@@ -25,12 +25,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pearl.engine.host_memory import address_of, open_address, reserve
 from pearl.engine.models.config import ModelConfig
 from pearl.engine.models.params import hf_shapes
 from pearl.engine.weights.arrivals import FLOAT_DTYPES, Arrivals, Expected, NamedRows
 from pearl.engine.weights.buckets import Bucket, fingerprint, plan_buckets
-from pearl.engine.weights.host_memory import reserve
-from pearl.engine.weights.message import Message
+from pearl.engine.weights.message import Message, not_finite
 from pearl.engine.weights.transfer import BUCKET_BYTES
 
 HEADER_BYTES = 4096
@@ -83,7 +83,7 @@ class SnapshotPlan:
     def messages(self, memory: Tensor, slot: int) -> tuple[Message, ...]:
         start = HEADER_BYTES + slot * self.slot_bytes
         places = zip(self.buckets, self.offsets, strict=True)
-        return tuple(Message.over(memory[start + offset :], bucket, self.dtype) for bucket, offset in places)
+        return tuple(Message(memory[start + offset :], bucket, self.dtype) for bucket, offset in places)
 
 
 class Lease:
@@ -101,7 +101,7 @@ class Lease:
         """ValueError names the first bucket that is not as it was sealed."""
         for index, message in enumerate(self.messages):
             try:
-                message.refusal(self.version)
+                message.take(self.version)
             except ValueError as error:
                 raise ValueError(f"snapshot of version {self.version}: bucket {index + 1}: {error}") from error
 
@@ -137,14 +137,10 @@ class SnapshotReader:
     @staticmethod
     def attach(address: str, plan: SnapshotPlan) -> SnapshotReader:
         """The snapshot of another process of this node, which `Snapshot.address` of it names. ValueError if it is gone."""
-        pid, number, token = address.split(":")
-        path = f"/proc/{pid}/fd/{number}"
         try:
-            if _name(token) not in os.readlink(path):
-                raise FileNotFoundError(path)
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise ValueError(f"snapshot {address}: its owner has gone, or is not on this node ({error})") from error
+            fd = open_address(address)
+        except ValueError as error:
+            raise ValueError(f"snapshot {error}") from error
         return SnapshotReader(plan, fd)
 
     @property
@@ -206,9 +202,9 @@ class Snapshot:
         self.nbytes = HEADER_BYTES + slots * self.plan.slot_bytes
         self.skipped = 0
         """Versions that were not kept, since readers held all slots."""
-        token = secrets.token_hex(8)
-        self._fd = reserve(_name(token), self.nbytes)
-        self.address = f"{os.getpid()}:{self._fd}:{token}"
+        name = f"pearl-snapshot-{secrets.token_hex(8)}"
+        self._fd = reserve(name, self.nbytes)
+        self.address = address_of(self._fd, name)
         self._memory = torch.frombuffer(mmap.mmap(self._fd, self.nbytes), dtype=torch.uint8)
         self._words = self._memory[:HEADER_BYTES].view(torch.int64)
         self._words[VERSIONS : VERSIONS + slots] = -1
@@ -294,15 +290,15 @@ class Snapshot:
         self._drafting.release()
 
 
-Places = dict[str, list[tuple[int, Tensor, int]]]
-"""For each tensor its pieces: number of the bucket, the rows there, number of the first row."""
+Places = dict[str, list[tuple[int, int, Tensor, int]]]
+"""For each tensor its pieces: number of the bucket, which of its rows, these rows, number of the first row."""
 
 
 def _places_in(messages: Iterable[Message]) -> Places:
     places: Places = {}
     for index, message in enumerate(messages):
-        for name, rows, start in message.rows:
-            places.setdefault(name, []).append((index, rows, start))
+        for number, (name, rows, start) in enumerate(message.rows):
+            places.setdefault(name, []).append((index, number, rows, start))
     return places
 
 
@@ -312,6 +308,8 @@ class _Filling:
     def __init__(self, expected: Expected, places: Places, draft: Draft) -> None:
         self._draft, self._expected, self._places = draft, expected, places
         self._due = [len(message.rows) for message in draft.messages]
+        self._totals: list[int | None] = [0] * len(draft.messages)
+        """What the rows that have come add to the checksum of each bucket; None if that is not known."""
 
     @torch.no_grad()
     def take_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -330,37 +328,26 @@ class _Filling:
             raise ValueError(missing)
         for name, tensor in doubles:
             own = self._expected.doubles[name]
-            if not all(torch.equal(rows, tensor[at : at + len(rows)].to(rows)) for _, rows, at in self._places[own]):
+            if not all(torch.equal(rows, tensor[at : at + len(rows)].to(rows)) for _, _, rows, at in self._places[own]):
                 raise ValueError(f"{name}: differs from {own}, but the model ties them")
 
     def _take(self, name: str, tensor: Tensor) -> None:
-        for index, rows, start in self._places[name]:
-            rows.copy_(tensor if rows.shape == tensor.shape else tensor[start : start + rows.shape[0]])
+        for index, number, rows, start in self._places[name]:
+            message, before = self._draft.messages[index], self._totals[index]
+            part = tensor if rows.shape == tensor.shape else tensor[start : start + rows.shape[0]]
+            total, finite = message.put([part], number)
+            if not finite:
+                raise ValueError(not_finite([(name, rows)]))
+            self._totals[index] = None if total is None or before is None else (before + total) % (1 << 64)
             self._due[index] -= 1
             if not self._due[index]:
-                message = self._draft.messages[index]
-                check_finite(message)
-                message.seal(self._draft.version)
+                message.seal(self._draft.version, self._totals[index])
 
 
 def digest_of(messages: Iterable[Message]) -> int:
     """The sum of the messages' checksums, modulo 2**64: what tells that all of a version has come."""
     total = sum(int(message.words[0]) for message in messages)
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def check_finite(message: Message) -> None:
-    """ValueError names the first tensor of a message with a value that is not finite."""
-    if bool(torch.isfinite(message.data.sum())):  # any NaN or infinity makes the sum one
-        return
-    for name, rows, _ in message.rows:
-        count = int((~torch.isfinite(rows)).sum())
-        if count:
-            raise ValueError(f"{name}: {count} of {rows.numel()} values are not finite in {rows.dtype}")
-
-
-def _name(token: str) -> str:
-    return f"pearl-snapshot-{token}"
 
 
 def _lock(fd: int, kind: int, slot: int) -> bool:

@@ -12,7 +12,7 @@ failure gives it back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,16 +38,26 @@ class Bundle:
 
 
 class WeightStore:
-    """Live parameters `params` (ParamSpec name -> tensor) of the model, or of one `shard` of it. Not thread-safe."""
+    """Live parameters `params` (ParamSpec name -> tensor) of the model, or of one `shard` of it. Not thread-safe.
+
+    `on_live` is called whenever a new version is in them, before the version says so.
+    """
 
     def __init__(
-        self, config: ModelConfig, params: Mapping[str, Tensor], kernels: Kernels, shard: Shard | None = None
+        self,
+        config: ModelConfig,
+        params: Mapping[str, Tensor],
+        kernels: Kernels,
+        shard: Shard | None = None,
+        *,
+        on_live: Callable[[], None] | None = None,
     ) -> None:
         specs = param_specs(config, shard)
         wrong = [spec.name for spec in specs if spec.name not in params or tuple(params[spec.name].shape) != spec.shape]
         if wrong:
             raise ValueError(f"params: missing or mis-shaped: {listed(wrong)}")
         self._config, self._params, self._kernels = config, params, kernels
+        self._on_live = on_live or (lambda: None)
         self._whole = shard is None or shard.size == 1
         self._expected = Expected.of(config)
         self._places = {part.hf_name: (spec, part) for spec in specs for part in all_parts(spec)}
@@ -116,6 +126,7 @@ class WeightStore:
         self._write_adopted()
         for name, staged in self._staged.items():
             self._make_live(name, staged)
+        self._on_live()
         kept = {} if self._in_place else self._staged
         self._bundles = {id(bundle.tensors): bundle for bundle in (*self._last_adopted, *self._adopted)}
         self._last_adopted = self._adopted
@@ -163,6 +174,7 @@ class WeightStore:
         self._open(version)
         for name, live in self._params.items():
             self._make_live(name, live)
+        self._on_live()
         self._version = version
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -2,8 +2,8 @@
 
 Owns the order of a transfer's messages and the memory they lie in. It does not know who makes weights or who serves them.
 Invariants: the sender needs `BUFFERS` buckets of memory beside the source, a receiver one copy of the model, which can serve
-as the engine's staged copy; both are kept from one transfer to the next. A receiver hands on only values that the sender found
-finite.
+as the engine's staged copy; both are kept from one transfer to the next. A receiver hands on only values that sender and
+receiver found finite.
 
 A transfer is one broadcast per bucket from member 0 and nothing else: each message carries the version, its checksum, and
 tensors or a refusal. Before their first transfer the members compare their plans (dtype, names, shapes, bucket size), once
@@ -27,7 +27,7 @@ from pearl.engine.models.config import ModelConfig
 from pearl.engine.models.params import hf_shapes
 from pearl.engine.weights.arrivals import FLOAT_DTYPES, NamedRows
 from pearl.engine.weights.buckets import fingerprint, plan_buckets
-from pearl.engine.weights.message import REFUSAL_BYTES, Message
+from pearl.engine.weights.message import Message
 
 BUCKET_BYTES = 8 << 20
 """Small enough that all buffers stay in a processor's cache: filling, checking and sending then read memory once."""
@@ -139,7 +139,7 @@ class _Transfer:
         sizes = sizes if self._keeps else [max(sizes)] * min(BUFFERS, len(sizes))
         memory = [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in sizes]
         self._messages = [
-            Message.over(memory[index % len(memory)], bucket, self.dtype) for index, bucket in enumerate(self._buckets)
+            Message(memory[index % len(memory)], bucket, self.dtype) for index, bucket in enumerate(self._buckets)
         ]
 
     def _broadcast(self, index: int) -> None:
@@ -207,15 +207,14 @@ class WeightSender(_Transfer):
             assert self._tensor is not None
             whole = rows.shape == self._tensor.shape
             sources.append(self._tensor if whole else self._tensor[start : start + rows.shape[0]])
-        torch._foreach_copy_([rows for _, rows, _ in message.rows], sources)
-        # Any NaN or infinity makes the sum one; the sum of finite values seldom is, and then every value is looked at.
-        if not bool(torch.isfinite(message.data.sum())):
-            _check_finite(message.rows)
+        total, finite = message.put(sources)
+        if not finite:
+            raise ValueError(message.not_finite())
         if index + 1 == len(self._buckets):
             self._tensor = None
             for name, _ in tensors:
                 raise ValueError(f"{name}: came after the last tensor of the model")
-        message.seal(self.version)
+        message.seal(self.version, total)
 
     def _next(self, expected: str, tensors: Iterator[tuple[str, Tensor]]) -> Tensor:
         name, tensor = next(tensors, (None, None))
@@ -232,7 +231,7 @@ class WeightSender(_Transfer):
         self._tensor = None
         for index in range(at, min(at + BUFFERS, len(self._buckets))):
             yield from self._until_free(index)
-            self._messages[index].seal(self.version, words.encode()[:REFUSAL_BYTES])
+            self._messages[index].refuse(self.version, words.encode())
             self._broadcast(index)
         yield from self._until_all()
 
@@ -266,7 +265,9 @@ class WeightReceiver(_Transfer):
         for index, message in enumerate(self._messages):
             yield from self._until_free(index)
             try:
-                refusal = message.refusal(self.version)
+                refusal, finite = message.take(self.version)
+                if not finite and (problem := message.not_finite()):
+                    raise ValueError(problem)
             except ValueError as error:
                 raise ValueError(f"version {self.version}: {self._name(index)}: {error}") from error
             if refusal is not None:
@@ -276,13 +277,6 @@ class WeightReceiver(_Transfer):
                 self._broadcast(index + BUFFERS)
             self._ready.append(message.rows)
             yield False
-
-
-def _check_finite(rows: Iterable[tuple[str, Tensor, int]]) -> None:
-    for name, part, _ in rows:
-        count = int((~torch.isfinite(part)).sum())
-        if count:
-            raise ValueError(f"{name}: {count} of {part.numel()} values are not finite in {part.dtype}")
 
 
 def _disagreement(plans: list[list[int]]) -> str | None:

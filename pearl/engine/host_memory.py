@@ -1,4 +1,4 @@
-"""Shared memory that is there when it is used: asked for first, reserved at once, never to shrink.
+"""Memory of this machine: how much is left, and shared memory that is there when it is used, asked for first, never to shrink.
 
 Owns the reservation. It does not know what lies in the memory. Torch-free. Invariant: memory that was given can be touched
 without SIGBUS, whatever happens to the node afterwards.
@@ -43,6 +43,23 @@ def reserve(name: str, nbytes: int) -> int:
             raise MemoryError(f"{name}: needs {nbytes} bytes of host memory; {error}") from error
         raise
     return fd
+
+
+def address_of(fd: int, name: str) -> str:
+    """How another process of this node finds memory that was reserved here under this name."""
+    return f"{os.getpid()}:{fd}:{name}"
+
+
+def open_address(address: str, mode: int = os.O_RDONLY) -> int:
+    """Opens what `address_of` in another process names. ValueError if it is gone, or not on this node."""
+    pid, number, name = address.split(":")
+    path = f"/proc/{pid}/fd/{number}"
+    try:
+        if name not in os.readlink(path):
+            raise FileNotFoundError(path)
+        return os.open(path, mode | os.O_CLOEXEC)
+    except OSError as error:
+        raise ValueError(f"{address}: its owner has gone, or is not on this node ({error})") from error
 
 
 def _text(path: Path) -> str:
