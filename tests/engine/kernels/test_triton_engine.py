@@ -1,0 +1,78 @@
+"""Whole engines on the Triton kernels against transformers: every operation in its place, over a poisoned pool."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import hf_models
+import pytest
+from triton_cases import DEVICE
+
+pytest.importorskip("triton", reason="the Triton kernels need the package triton (extras cuda and dev)")
+
+from pearl.config import EngineConfig
+from pearl.engine.engine import Engine
+from pearl.engine.kernels import registry
+from pearl.engine.kernels.triton.kernels import TritonKernels, unsupported
+from pearl.engine.kernels.triton.launch import Run
+from pearl.protocol import SamplingParams
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where the interpreter meets inf
+
+ONE_LAYER = {"num_hidden_layers": 1}
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "groups of 7, tied": (
+        hf_models.dense,
+        {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
+    ),
+    "heads of 80": (hf_models.dense, {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 80, **ONE_LAYER}),
+    "experts": (hf_models.moe, ONE_LAYER),
+    "a window of 4": (hf_models.mistral, {"sliding_window": 4, **ONE_LAYER}),
+}
+
+
+class AnyDevice(TritonKernels):
+    """In the interpreter they run on a CPU too."""
+
+    def refusal(self, *, device, dtype, model, block_size) -> str | None:
+        return unsupported(dtype, model, block_size)
+
+
+class Noting(Run):
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def __call__(self, kernel, grid, **arguments) -> None:
+        self.names.add(kernel.__name__)
+        super().__call__(kernel, grid, **arguments)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_engine(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt in chunks, one that decodes beside them, one with a cached prefix: ids and log-probs of transformers."""
+    launch = Noting()
+    monkeypatch.setitem(registry.KERNELS, "reference", lambda: AnyDevice(launch))
+    build, overrides = MODELS[name]
+    model = hf_models.randomise(build(0, **overrides))
+    engine = Engine(
+        EngineConfig(
+            model=hf_models.save(model, tmp_path), dtype="float32", kernels="reference", device=DEVICE.type, block_size=4,
+            num_blocks=40, kv_fill=math.nan, max_batch_tokens=8,
+        )
+    )  # fmt: skip
+    long, short = hf_models.prompt(13, seed=1), hf_models.prompt(3, seed=2)
+    expected = {}
+    for ids in (short, long, [*long[:8], 5, 6]):
+        rid = engine.add_request(ids, SamplingParams(temperature=0.0, max_tokens=3))
+        expected[rid] = hf_models.greedy(model, ids, 3)
+    done = {}
+    while engine.has_unfinished():
+        done |= {completion.request_id: completion for completion in engine.step()}
+    for rid, (ids, logprobs) in expected.items():
+        assert done[rid].token_ids == ids
+        assert done[rid].logprobs == pytest.approx(logprobs, abs=1e-4)
+    engine.check_integrity()
+    assert {"rms_norm_kernel", "qk_norm_rope_kernel", "store_kv_kernel", "attention_kernel"} <= launch.names
+    assert ("grouped_product_kernel" if name == "experts" else "silu_and_mul_kernel") in launch.names
