@@ -8,6 +8,7 @@ install goes on: `pearl` then takes its torch paths. Everything else about the p
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -16,12 +17,21 @@ from pathlib import Path
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import BaseError, CCompilerError
+from setuptools.errors import BaseError, CCompilerError, CompileError
 
-HEADERS = sorted(str(path) for path in Path("csrc").rglob("*.h"))
-HOST_SOURCES = sorted(str(path) for path in Path("csrc").rglob("*.cpp"))
+HEADERS = sorted(str(path) for pattern in ("*.h", "*.inl") for path in Path("csrc").rglob(pattern))
+ISA_SOURCES = sorted(str(path) for path in Path("csrc/cpu").glob("kernels_*.cpp"))
+HOST_SOURCES = sorted(str(path) for path in Path("csrc").rglob("*.cpp") if str(path) not in ISA_SOURCES)
 CUDA_SOURCES = sorted(str(path) for path in Path("csrc").rglob("*.cu"))
 GPU_ARCHITECTURES = ("80", "90", "100")
+
+AVX2 = ["-mavx2", "-mfma"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+ISA_FLAGS = {"portable": [], "avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
+"""Flags of csrc/cpu/kernels_<isa>.cpp; which of them runs is decided on the machine that it runs on."""
+# Nothing is contracted to an fma but what says so: the same sum has the same bits wherever it is inlined. (GCC 12 takes its own
+# headers' undefined vectors for uses of uninitialised ones.)
+KERNEL_FLAGS = ["-O2", "-ffp-contract=off", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 
 
 def say(text: str) -> None:
@@ -82,8 +92,27 @@ class BuildNative(build_ext):
             extension.library_dirs.append(str(libraries))
             extension.libraries += ["cudart_static", "dl", "rt", "pthread"]
 
+    def add_kernels(self, ext: Pybind11Extension) -> None:
+        """Compiles the CPU kernels, each file with the flags of its instruction set; leaves out what this compiler refuses."""
+        ours = platform.machine().lower() in ("x86_64", "amd64")
+        for isa in ISA_FLAGS if ours else ("portable",):
+            flags = [*ext.extra_compile_args, *KERNEL_FLAGS, *ISA_FLAGS[isa]]
+            source = f"csrc/cpu/kernels_{isa}.cpp"
+            try:
+                made = self.compiler.compile(
+                    [source], output_dir=self.build_temp, include_dirs=ext.include_dirs, extra_postargs=flags
+                )
+            except CompileError as error:
+                if isa == "portable":
+                    raise
+                say(f"the {isa} kernels could not be compiled ({error}): building without them")
+                continue
+            ext.extra_objects += made
+            ext.define_macros.append((f"PEARL_CPU_{isa.upper()}", "1"))
+
     def build_extension(self, ext: Pybind11Extension) -> None:
         try:
+            self.add_kernels(ext)
             super().build_extension(ext)
         except (BaseError, CCompilerError) as error:  # ext.optional: setuptools goes on without it
             say(f"{ext.name} could not be built ({error}); is there a C++ compiler (g++ or clang++, or CXX)?")
@@ -95,7 +124,7 @@ native = Pybind11Extension(
     "pearl._C",
     HOST_SOURCES,
     include_dirs=["csrc"],
-    depends=[*HEADERS, *CUDA_SOURCES],
+    depends=[*HEADERS, *CUDA_SOURCES, *ISA_SOURCES],
     cxx_std=17,
     extra_compile_args=["-O3", "-Wall", "-Wextra", "-pthread"],
     extra_link_args=["-pthread"],

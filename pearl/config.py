@@ -6,13 +6,17 @@ this world, with the nearest valid sizes. Nothing mutates a Config.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
 
+from pearl.field_checks import above_zero as above_zero
+from pearl.field_checks import at_least as at_least
+from pearl.field_checks import one_of as one_of
 from pearl.protocol import Role, SamplingParams
+from pearl.training_options import AlgorithmOptions as AlgorithmOptions
+from pearl.training_options import TrainerOptions as TrainerOptions
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -53,7 +57,7 @@ class EngineConfig:
         sizes = ("block_size", "max_num_seqs", "max_batch_tokens", "decode_prefill_tokens", "tensor_parallel")
         at_least(self, "engine", 1, *sizes, whole=True)
         one_of("engine.dtype", self.dtype, DTYPES)
-        one_of("engine.kernels", self.kernels, ("auto", "reference"))
+        one_of("engine.kernels", self.kernels, ("auto", "cpu", "triton", "flashinfer", "reference"))
         one_of("engine.load_format", self.load_format, ("auto", "dummy"))
         if self.deterministic is not False:
             raise ValueError(f"engine.deterministic={self.deterministic!r}: must be False, equal bits are not promised yet")
@@ -125,33 +129,6 @@ class RolloutOptions:
             SamplingParams(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, max_tokens=self.max_tokens)
         except ValueError as error:
             raise ValueError(f"rollout.{error}") from None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlgorithmOptions:
-    """GRPO: clip range [1-clip_low, 1+clip_high], KL to the reference (`exact`: full vocabulary, `k3`: unclamped estimator).
-
-    Tokens of an older policy are weighted by their importance, truncated at `importance_cap` (1, as in V-trace, is steady;
-    2 learns faster and sometimes collapses).
-    """
-
-    name: Literal["grpo"] = "grpo"
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    normalize_std: bool = True
-    importance_cap: float = 1.0
-    kl_coef: float = 0.0
-    kl_estimator: Literal["exact", "k3"] = "exact"
-    entropy_coef: float = 0.0
-
-    def __post_init__(self) -> None:
-        one_of("algorithm.name", self.name, ("grpo",))
-        one_of("algorithm.kl_estimator", self.kl_estimator, ("exact", "k3"))
-        at_least(self, "algorithm", 0, "clip_low", "clip_high", "kl_coef")
-        if self.clip_low > 1:
-            raise ValueError(f"algorithm.clip_low={self.clip_low}: must be in [0, 1]")
-        at_least(self, "algorithm", -math.inf, "entropy_coef")
-        at_least(self, "algorithm", 1, "importance_cap")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +231,7 @@ class Config:
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    trainer: TrainerOptions = field(default_factory=TrainerOptions)
     warmup: WarmupOptions = field(default_factory=WarmupOptions)
     engine: EngineConfig = field(default_factory=EngineConfig)
     cluster: ClusterOptions = field(default_factory=ClusterOptions)
@@ -274,34 +252,6 @@ class Config:
             raise ValueError(f"output_dir={self.output_dir!r}: must be the name of a folder, for example runs")
         if self.max_staleness is not None:
             at_least(self, "", 0, "max_staleness")
-
-
-def one_of(name: str, value: object, valid: tuple) -> None:
-    """ValueError unless `value` is one of `valid`."""
-    if value not in valid:
-        raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(str, valid))}")
-
-
-def at_least(section: Any, prefix: str, low: float, *names: str, whole: bool = False) -> None:
-    """ValueError for the first of these fields of `section` that is not a finite number (`whole`: integer) >= `low`."""
-    for name in names:
-        value = getattr(section, name)
-        if not _is_number(value, whole) or value < low:
-            kind = "an integer " if whole else ""
-            raise ValueError(f"{prefix + '.' if prefix else ''}{name}={value!r}: must be {kind}>= {low}")
-
-
-def above_zero(section: Any, prefix: str, *names: str) -> None:
-    """ValueError for the first of these fields of `section` that is not a finite number above 0."""
-    for name in names:
-        value = getattr(section, name)
-        if not _is_number(value) or value <= 0:
-            raise ValueError(f"{prefix + '.' if prefix else ''}{name}={value!r}: must be > 0")
-
-
-def _is_number(value: Any, whole: bool = False) -> bool:
-    kinds = int if whole else (int, float)
-    return isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def nearest_multiples(value: int, of: int) -> str:

@@ -105,6 +105,7 @@ class TrainSequence(msgspec.Struct, frozen=True, kw_only=True):
     """One trajectory as the trainer sees it; all lists have one entry per token.
 
     `loss_mask` is 1 exactly on sampled ids; `logprobs` (behaviour) and `weight_versions` are 0.0 and -1 elsewhere.
+    `turns`: the number of sampled tokens of each turn, and the turn's own reward; empty: one turn with the whole `reward`.
     """
 
     token_ids: list[int]
@@ -113,6 +114,7 @@ class TrainSequence(msgspec.Struct, frozen=True, kw_only=True):
     weight_versions: list[int]
     reward: float
     group: int
+    turns: list[tuple[int, float]] = []
 
 
 class PackingPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,9 +213,13 @@ class Hello(Event, frozen=True, kw_only=True, tag="hello"):
 
 
 class Ready(Event, frozen=True, kw_only=True, tag="ready"):
-    """All that the rank needs is built and commands are welcome. `max_model_len` is that of its engine, 0 without one."""
+    """All that the rank needs is built and commands are welcome. `max_model_len` is that of its engine, 0 without one.
+
+    `pulls`: where weight versions can be had of this rank ("host:port"), empty if nowhere.
+    """
 
     max_model_len: int
+    pulls: str = ""
 
 
 class Pong(Event, frozen=True, kw_only=True, tag="pong"):

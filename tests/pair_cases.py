@@ -48,6 +48,7 @@ class FaultyTicket:
     def __init__(self, fault: str, transfer_id: str, plan: CopyPlan, pool: Pool, copy: Callable[[], Ticket]) -> None:
         self.fault, self.transfer_id, self.plan, self.pool, self.copy = fault, transfer_id, plan, pool, copy
         self.asked = self.cancelled = 0
+        self.inner: Ticket | None = None
 
     def done(self) -> bool:
         self.asked += 1
@@ -55,11 +56,13 @@ class FaultyTicket:
             return False
         if self.fault == "lost":
             raise TransferError(self.transfer_id, "lost as told")
-        self.copy()
-        return True
+        self.inner = self.inner or self.copy()
+        return self.inner.done()
 
     def cancel(self) -> bool:
         self.cancelled += 1
+        if self.inner is not None:
+            return self.inner.cancel()
         if self.fault == "stuck" and self.cancelled < 3:
             for part in self.plan.parts:
                 self.pool.tensor[:, :, list(part.destination_blocks)] = 1e30

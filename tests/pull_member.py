@@ -24,7 +24,8 @@ Failure = tuple[signal.Signals, int] | None
 class PullMember:
     """Such a process, ended with the block: a receiver of `version` from `port`, or without a port a holder of `tensors`.
 
-    `pipe`: a receiver says "ready", waits for a word, and says the digest that it has got; a holder says its port.
+    `pipe`: a receiver says "ready", waits for a word (or the port, if that was not known), and says the digest that it has got;
+    a holder says its port.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class PullMember:
         theirs.close()
 
     def hear(self) -> object:
-        assert self.pipe.poll(30), "the process has said nothing"
+        assert self.pipe.poll(60), "the process has said nothing"
         return self.pipe.recv()
 
     def __enter__(self) -> PullMember:
@@ -62,7 +63,8 @@ def receive(pipe: Connection, snapshot: Snapshot, name: str, version: int, port:
     elif fails is not None:
         SnapshotReceiver.poll = _failing(SnapshotReceiver.poll, *fails)
     pipe.send("ready")
-    pipe.recv()
+    word = pipe.recv()
+    port = word if isinstance(word, int) else port
     report = fetch(snapshot, [Holder(name="server", port=port)], name=name, version=version, timeout_s=TIMEOUT_S)
     with snapshot.reader().lease(report.version) as lease:
         lease.check()

@@ -91,17 +91,18 @@ def assemble(config: EngineConfig, comm: Communicator | None = None) -> Parts:
         model, kernels, dtype=dtype, device=device, memory=weight_memory.zeros, shard=choice.shard, comm=comm
     )
     decoder.requires_grad_(False)
-    store = WeightStore(model, dict(decoder.named_parameters()), kernels, choice.shard)
     memory = available_memory(device) if config.num_blocks is None else 0
     num_blocks = plan_num_blocks(config, choice.local, choice.max_model_len, memory)
     pool = allocate_pool(
         choice.local, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, memory=kv_memory, fill=config.kv_fill
     )
+    served = kernels.serve(decoder.served_model(), pool, weight_memory.zeros)
+    on_live = None if served is None else served.load
     return Parts(
         model=model,
         decoder=decoder,
-        runner=ModelRunner(decoder, kernels, pool, block_size=config.block_size),
-        store=store,
+        runner=ModelRunner(decoder, kernels, pool, block_size=config.block_size, served=served),
+        store=WeightStore(model, dict(decoder.named_parameters()), kernels, choice.shard, on_live=on_live),
         weight_memory=weight_memory,
         kv_memory=kv_memory,
         num_blocks=num_blocks,

@@ -18,8 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from pearl.engine.block_manager import BlockManager
 from pearl.engine.ending import (
     ABORTED,
@@ -108,7 +106,7 @@ class EngineCore(MovingRequests):
         self._new_text = new_text
         self._texts: dict[str, TextStream] = {}
         self._unfinished: deque[SchedulerOutput] = deque()
-        self._init_moving(name, words or LeaseWords(np.zeros(settings.num_blocks, dtype=np.int64)))
+        self._init_moving(name, words or LeaseWords.zeros(settings.num_blocks))
         self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
 
     # ------------------------------------------------------------------------------------------------ requests
@@ -139,11 +137,12 @@ class EngineCore(MovingRequests):
         if request is None:
             return False
         self.scheduler.preempt(request)
+        self._end_growing(request_id)
         return True
 
     def has_unfinished(self) -> bool:
         """Whether there is anything left to schedule or to finish."""
-        return bool(self.requests or self._unfinished or self.arrivals)
+        return bool(self.requests or self._unfinished or self.arrivals) or self.is_reading_along
 
     # ------------------------------------------------------------------------------------------------ a step
 
@@ -161,6 +160,7 @@ class EngineCore(MovingRequests):
             output = SchedulerOutput(step=self._num_steps, requests=())
         else:
             output = self.scheduler.schedule(self._num_steps, self.weight_version)
+            self._grow(output)
             if not output.requests and self.requests and not self._unfinished and not self.blocks.num_leases:
                 raise RuntimeError(f"nothing can run although nothing is in flight: {self.stats()}")
         self._num_steps += 1
@@ -180,12 +180,15 @@ class EngineCore(MovingRequests):
             request.num_in_flight -= 1
             if request.status is not RequestStatus.FINISHED:
                 self._take_written(request, entry, result)
+                self._grown(entry.request_id, output.step)
                 if entry.samples:
                     updates.append(self._take_token(request, entry, result.sampled[entry.request_id], result.weight_version))
             if request.status is not RequestStatus.RUNNING and not request.num_in_flight:
                 self._settle(request)
             elif self.scheduler.policy.hands_over and request.is_decoding and not (request.stays or request.num_in_flight):
                 self.offer(request, now)
+            elif request.is_decoding:
+                self._end_growing(entry.request_id)  # it stays
         return updates
 
     def cancel(self, output: SchedulerOutput) -> None:
@@ -200,6 +203,7 @@ class EngineCore(MovingRequests):
                 self.scheduler.preempt(request)
             elif not request.num_in_flight:
                 self._settle(request)
+        self._end_strays()
 
     def _take_written(self, request: Request, entry: ScheduledRequest, result: StepResult) -> None:
         end = entry.start + entry.num_tokens
@@ -240,13 +244,6 @@ class EngineCore(MovingRequests):
         if ending is not None:
             text += self._end(request, ending)
         return update_of(request, (token_id,), text)
-
-    def resume_text(self, request: Request) -> None:
-        """Makes the text of a request that has come with tokens, as far as it has been given out elsewhere."""
-        if self._new_text is not None:
-            stream = self._texts[request.request_id] = self._new_text(request)
-            for token_id in request.output_token_ids:
-                stream.push(token_id)
 
     # ------------------------------------------------------------------------------------------------ commands
 
@@ -316,12 +313,14 @@ class EngineCore(MovingRequests):
         switch = plan_switch(old, new, self.scheduler.running.values(), self.epoch + 1)
         self.scheduler.policy, self.epoch = new, switch.epoch
         self._release_credits()
+        self._end_strays()
         if not new.hands_over:
             for export in [export for export in self.exports.values() if not export.taken]:
                 self._take_back(export)
         elif not old.hands_over:
+            coming = {arrival.request.request_id for arrival in self.arrivals.values()}
             for request in self.requests.values():
-                request.stays = False
+                request.stays = request.request_id in coming  # nobody looks at it again when its KV is here
         for request_id in reversed(switch.leaving) if drain == "recompute" else ():
             self.preempt(request_id)
         for request_id in switch.leaving if drain != "recompute" else ():
@@ -347,7 +346,7 @@ class EngineCore(MovingRequests):
             num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
-            offered=len(self.exports),
+            offered=self.num_offered,
             arriving=len(self.arrivals),
             reserved=len(self.credits),
             stale_messages=self.num_stale_messages,
@@ -383,6 +382,7 @@ class EngineCore(MovingRequests):
     def _preempt_all(self) -> None:
         for request in reversed(list(self.scheduler.running.values())):
             self.scheduler.preempt(request)
+        self._end_strays()
 
     def _settle(self, request: Request) -> None:
         self.scheduler.settle(request)

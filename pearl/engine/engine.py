@@ -29,7 +29,7 @@ from pearl.engine.philox import derive_seed
 from pearl.engine.request import Completion, Request, RequestUpdate
 from pearl.engine.served_weights import ServedWeights
 from pearl.engine.siblings import Siblings
-from pearl.protocol import KVReservation, Role, SamplingParams
+from pearl.protocol import KVReservation, SamplingParams
 
 if TYPE_CHECKING:
     from pearl.engine.ending import TextStream
@@ -57,8 +57,6 @@ class Engine(ServedWeights, HandOff):
         transports: Sequence[Transport] | None = None,
     ) -> None:
         self.config, self.comm = config, comm
-        if config.role is Role.PREFILL:
-            self._check_moves(f"role={str(config.role)!r}")
         size = 1 if comm is None else comm.size
         if size != config.tensor_parallel:
             raise ValueError(
@@ -71,7 +69,7 @@ class Engine(ServedWeights, HandOff):
         self._clock = clock or WallClock()
         self._decoder, self._runner, self._store = parts.decoder, parts.runner, parts.store
         self._own_memory(parts, config.kv_fill)
-        self._own_pool(parts, transports)
+        self._own_pool(parts, transports, comm)
         self._text_folder = parts.tokenizer_folder if text else None
         self._tokenizer: Tokenizer | None = None
         self._eos = frozenset(token_id for token_id in parts.model.eos_token_ids if 0 <= token_id < parts.model.vocab_size)
@@ -179,12 +177,11 @@ class Engine(ServedWeights, HandOff):
 
     def _check_reservation(self, reservation: KVReservation, request_id: str | None) -> str:
         """The id of the request that has it."""
-        self._check_moves("reservation")
         if not isinstance(reservation, KVReservation):
             raise ValueError(f"reservation={reservation!r}: must be a KVReservation")
         if request_id not in (None, reservation.request_id):
             raise ValueError(f"request_id={request_id!r}: the reservation is for {reservation.request_id!r}")
-        check_layouts(self._pool.layout, reservation.layout)
+        check_layouts(self._whole_layout, reservation.layout)
         return reservation.request_id
 
     def _check_prompt(self, prompt: str | Sequence[int], params: SamplingParams | None) -> tuple[list[int], SamplingParams]:
@@ -263,17 +260,20 @@ class Engine(ServedWeights, HandOff):
         RuntimeError while no whole version of the weights is in. When the model raises (memory, an interrupt), the step has not
         happened.
         """
-        self._poll_moves()
         if not self._store.ready and not self.asleep:
             raise RuntimeError("the engine has no weights: update_weights must bring a whole version before step")
+        self._poll_moves()
         output = self._core.schedule(self._clock.now())
         try:
+            self._announce_growing()
             result = self._runner.execute(output, self._core.requests, weight_version=self._store.version)
         except BaseException:
             self._core.cancel(output)
             raise
         updates, self._pending = self._pending, []
-        return updates + self._outward(self._core.finish(output, result, self._clock.now()))
+        updates += self._outward(self._core.finish(output, result, self._clock.now()))
+        self._announce_offers()
+        return updates
 
     def step(self) -> list[Completion]:
         """Runs one step and returns the requests that finished in it."""

@@ -6,13 +6,12 @@ is one tensor `kv[layer, 2, block, kv_head, block_size, head_dim]` whose address
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 from pearl.config import EngineConfig
 from pearl.engine.arena import Arena
+from pearl.engine.host_memory import available_bytes
 from pearl.engine.models.config import ModelConfig
 
 
@@ -41,19 +40,7 @@ def available_memory(device: torch.device) -> int:
     """Bytes free on the device now; on a CPU the least of what the machine and its control group have left."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    machine = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    return min([machine, *_group_memory_left(Path("/sys/fs/cgroup"))])
-
-
-def _group_memory_left(folder: Path) -> list[int]:
-    """What a control group (version 2) leaves, as a list of one number, or none where there is no limit."""
-    try:
-        limit = (folder / "memory.max").read_text().strip()
-        used = (folder / "memory.current").read_text().strip()
-    except OSError:
-        return []
-    return [] if limit == "max" else [max(0, int(limit) - int(used))]
+    return available_bytes()
 
 
 def allocate_pool(

@@ -57,7 +57,8 @@ class LLM:
         ranks = Ranks(config)
         self._stop = weakref.finalize(self, ranks.kill)
         try:
-            return Leader(config, comm=ranks.connect(device), check_ranks=os.environ.get(CHECK_RANKS) == "1")
+            check = os.environ.get(CHECK_RANKS) == "1"
+            return Leader(config, comm=ranks.connect(device), check_ranks=check, last_words=ranks.last_words)
         except BaseException:
             self._stop()
             raise
@@ -139,7 +140,7 @@ class LLM:
                 raise RuntimeError("the engine is paused or asleep: resume or wake it before generating")
             for completion in self.engine.step():
                 done[completion.request_id].append(completion)
-            for transfer in () if isinstance(self.engine, Leader) else self.engine.take_handoffs():
+            for transfer in self.engine.take_handoffs():
                 self.engine.finish_export(transfer.transfer_id, ok=False)  # there is no other engine
         return [one for request_id in queued for one in sorted(done[request_id], key=lambda completion: completion.index)]
 

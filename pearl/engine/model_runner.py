@@ -9,13 +9,15 @@ Shapes: T tokens of the step, R rows that give a token, D hidden, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from pearl.engine.batch import ForwardBatch, PromptRows, build_batch
-from pearl.engine.kernels.interface import Kernels
+from pearl.engine.kernels.interface import Kernels, LayerMark, ServedDecoder
+from pearl.engine.migration.transport import LAYER_BITS, LeaseWords
 from pearl.engine.models.decoder import Decoder, paged_attend
 from pearl.engine.request import PLACEHOLDER, Request, SampledToken, SchedulerOutput, StepResult
 from pearl.engine.sampler import sample
@@ -25,13 +27,22 @@ LOGITS_AT_ONCE = 1 << 24
 
 
 class ModelRunner:
-    """Runs steps of one decoder over one pool. `kv_pool` is kv[layer, 2, block, kv_head, ...] as `kernels` lay it out."""
+    """Runs steps of one decoder over one pool. `kv_pool` is kv[layer, 2, block, kv_head, ...] as `kernels` lay it out.
 
-    def __init__(self, decoder: Decoder, kernels: Kernels, kv_pool: Tensor, *, block_size: int) -> None:
+    `served` are the decoder's steps as the kernels run them whole, where they do.
+    """
+
+    def __init__(
+        self, decoder: Decoder, kernels: Kernels, kv_pool: Tensor, *, block_size: int, served: ServedDecoder | None = None
+    ) -> None:
         self.decoder = decoder
         self.kernels = kernels
+        self._served = served
         self.kv_pool = kv_pool
         self.block_size = block_size
+        self.progress: LeaseWords | None = None
+        """Where it says how many layers of a step are written, while others read along."""
+        self._step = 0
         self._last_ids: dict[str, int] = {}
 
     @property
@@ -45,6 +56,7 @@ class ModelRunner:
         if not output.requests:
             return StepResult(sampled={}, weight_version=weight_version)
         batch = self.prepare(output, requests)
+        self._step = output.step
         hidden_TD = self.forward(batch)
         return StepResult(
             sampled=self.draw(batch, hidden_TD),
@@ -62,8 +74,18 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states [T, D]; writes the step's KV."""
-        attend = paged_attend(self.kernels, self.kv_pool, batch.paged, self.decoder.config)
+        if self._served is not None:
+            add_up = None if self.decoder.comm is None else self.decoder.comm.all_reduce_sum
+            words = self.progress
+            mark = None if words is None else LayerMark(words.layer_address, self._step << LAYER_BITS)
+            return self._served.forward(self.decoder.embedded(batch.input_ids_T), batch.paged, add_up, mark)
+        written = None if self.progress is None else functools.partial(self.progress.layer_done, self._step)
+        attend = paged_attend(self.kernels, self.kv_pool, batch.paged, self.decoder.config, written)
         return self.decoder(batch.input_ids_T, batch.paged.positions_T, attend)
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """fp32 logits [N, V]."""
+        return self.decoder.logits(hidden_ND, None if self._served is None else self._served.logits)
 
     @torch.inference_mode()
     def draw(self, batch: ForwardBatch, hidden_TD: Tensor) -> dict[str, SampledToken]:
@@ -72,9 +94,9 @@ class ModelRunner:
             self._last_ids = {}
             return {}
         everything = len(batch.sample_rows) == hidden_TD.shape[0]
-        logits_RV = self.decoder.logits(hidden_TD if everything else hidden_TD[batch.sample_rows])
+        logits_RV = self.logits(hidden_TD if everything else hidden_TD[batch.sample_rows])
         members = [self._known(*pair) for pair in zip(batch.sampled, batch.positions_R, strict=True)]
-        tokens = sample(logits_RV, members, batch.positions_R)
+        tokens = sample(logits_RV, members, batch.positions_R, self.kernels.draw)
         drawn = {request.request_id: token for request, token in zip(batch.sampled, tokens, strict=True)}
         self._last_ids = {request_id: token.token_id for request_id, token in drawn.items()}
         return drawn
@@ -94,7 +116,7 @@ class ModelRunner:
         for start in range(0, len(rows.targets), count):
             targets = rows.targets[start : start + count]
             first = rows.first + start
-            scores_NV = self.decoder.logits(hidden_TD[first : first + len(targets)]).log_softmax(-1)
+            scores_NV = self.logits(hidden_TD[first : first + len(targets)]).log_softmax(-1)
             index_N1 = torch.tensor(targets, dtype=torch.int64, device=scores_NV.device)[:, None]
             values.extend(scores_NV.gather(1, index_N1)[:, 0].tolist())
         return values

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pearl.engine.kernels.interface import Draw, Drawn, DrawRows
 from pearl.engine.philox import uniforms
 from pearl.engine.request import Request, SampledToken
 from pearl.protocol import SamplingParams
@@ -27,13 +28,19 @@ _NOT_FINITE = "logits are not finite (NaN or infinity): the model's numbers brok
 _NOTHING_LEFT = "no token is left to sample: all are masked before min_tokens"
 
 
-def sample(logits_SV: Tensor, requests: Sequence[Request], positions: Sequence[int]) -> list[SampledToken]:
+def sample(
+    logits_SV: Tensor, requests: Sequence[Request], positions: Sequence[int], draw: Draw | None = None
+) -> list[SampledToken]:
     """Draws one token per row. `logits_SV` is fp32 and is not changed.
 
     Row s belongs to `requests[s]`, of which `positions[s]` tokens were sampled before; penalties read its first
-    `num_prompt_tokens + positions[s]` ids. Never raises for bad logits: that row's `error` says so.
+    `num_prompt_tokens + positions[s]` ids. Never raises for bad logits: that row's `error` says so. `draw` are kernels that do
+    what comes after penalties and masks.
     """
     params = [request.params for request in requests]
+    if draw is not None:
+        scores_SV, masked_out = _min_tokens_masked(_penalised(logits_SV, requests, positions), requests, positions)
+        return _as_tokens(draw(scores_SV, logits_SV, _draw_rows(requests, positions)), params, masked_out)
     finite_S = (logits_SV * 0.0).sum(-1) == 0.0  # NaN and infinity times 0 are NaN; several times faster than isfinite
     errors: dict[int, str] = {}
     clean_SV = logits_SV
@@ -48,6 +55,41 @@ def sample(logits_SV: Tensor, requests: Sequence[Request], positions: Sequence[i
     ids_S = _draw(logprobs_SV, requests, positions)
     shown_SV = _shown(logprobs_SV, clean_SV, params)
     return _collect(shown_SV, ids_S, params, errors)
+
+
+# ---------------------------------------------------------------------------------------------------- by kernels
+
+
+def _draw_rows(requests: Sequence[Request], positions: Sequence[int]) -> DrawRows:
+    params = [request.params for request in requests]
+    return DrawRows(
+        temperatures=[p.temperature and max(p.temperature, _SMALLEST_TEMPERATURE) for p in params],
+        top_ks=[p.top_k or 0 for p in params],
+        top_ps=[p.top_p for p in params],
+        min_ps=[p.min_p for p in params],
+        uniforms=_uniforms(requests, positions) if any(p.temperature for p in params) else [0.0] * len(params),
+        raws=[p.logprobs_mode == "raw" for p in params],
+        bests=[p.logprobs or 0 for p in params],
+    )
+
+
+def _uniforms(requests: Sequence[Request], positions: Sequence[int]) -> list[float]:
+    return uniforms([r.seed for r in requests], [r.index for r in requests], list(positions)).tolist()
+
+
+def _as_tokens(drawn: Drawn, params: list[SamplingParams], masked_out: list[int]) -> list[SampledToken]:
+    tokens = []
+    for row, (token_id, logprob, error, best) in enumerate(zip(*drawn, strict=True)):
+        if error or row in masked_out:
+            said = _NOT_FINITE if error == "not_finite" else _NOTHING_LEFT
+            tokens.append(SampledToken(token_id=-1, logprob=math.nan, error=said))
+            continue
+        top = None
+        if params[row].logprobs:
+            top = dict(best)
+            top.setdefault(token_id, logprob)
+        tokens.append(SampledToken(token_id=token_id, logprob=logprob, top_logprobs=top))
+    return tokens
 
 
 # ---------------------------------------------------------------------------------------------------- scores

@@ -188,10 +188,13 @@ class Launch:
         self.control = ControlThread(store.get("controller").decode(), self.rank, timeouts, self._show, self.controller)
         self.control.start()
         self.control.send(Hello(rank=self.rank, pid=os.getpid(), host=socket.gethostname(), roles=layout.roles(self.rank)))
-        groups = world.make_groups(layout, self.rank, timeouts.command_s)
+        groups = world.make_groups(layout, self.rank, timeouts.command_s, store)
         parts = world.build_parts(self.config, layout, self.rank, groups, self._model_folder(), store)
         length = parts.engine.max_model_len if parts.engine is not None else 0
-        self.control.send(Ready(rank=self.rank, max_model_len=length))
+        pulls = f"{parts.pulls.host}:{parts.pulls.port}" if parts.pulls is not None else ""
+        if pulls:
+            self._log(f"weights can be pulled from {pulls}")
+        self.control.send(Ready(rank=self.rank, max_model_len=length, pulls=pulls))
         return RankLoop(
             rank=self.rank,
             control=self.control,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
-import time
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +19,18 @@ import torch.distributed as dist
 
 from pearl.config import Config
 from pearl.engine.comm.communicator import Communicator, GroupCommunicator
+from pearl.engine.comm.groups import LOCAL, meet
 from pearl.engine.engine import Engine
 from pearl.engine.node import node
+from pearl.engine.weights.holding import SnapshotHolding
+from pearl.engine.weights.pull_server import PullServer
 from pearl.engine.weights.snapshot import Snapshot, SnapshotPlan, SnapshotReader
 from pearl.rl.layout import JobLayout
-from pearl.rl.node_publisher import SnapshotTaker, SnapshotWriter
-from pearl.rl.publisher import LocalPublisher, RankPublisher, ReceivingPublisher, SendingPublisher
+from pearl.rl.node_publisher import NodeReceiver, NodeSender, SnapshotTaker, SnapshotWriter, snapshot_owners
+from pearl.rl.publisher import GatheringPublisher, LocalPublisher, RankPublisher
 from pearl.rl.rank import Publisher
 from pearl.rl.trainer import Trainer
 from pearl.rl.weight_check import CheckedPublisher
-
-MEET_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,9 @@ class Groups:
 
     training: Communicator | None
     publish: Communicator | None
+    """Rank 0 and the owners of other machines' snapshots."""
+    owners: dict[int, int]
+    """For each rank that gives or takes weights the one that owns the snapshot of its machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,8 @@ class Parts:
     trainer: Trainer | None
     engine: Engine | None
     publisher: Publisher
+    pulls: PullServer | None
+    """Where others can have the versions of this machine's snapshot, on the rank that owns it."""
 
 
 def join(timeout_s: float, missing: Callable[[list[int]], None] = lambda ranks: None) -> dist.Store:
@@ -75,30 +81,33 @@ def _rendezvous(rank: int, world: int, timeout: datetime.timedelta) -> dist.Stor
 
 def _meet(store: dist.Store, rank: int, world: int, timeout_s: float, missing: Callable[[list[int]], None]) -> None:
     """Returns once all ranks have called this."""
-    store.set(str(rank), "")
-    left, told = list(range(world)), None
-    deadline = time.monotonic() + timeout_s
-    while left := [other for other in left if not store.check([str(other)])]:
+    told: list[int] | None = None
+
+    def watch(left: list[int]) -> None:
+        nonlocal told
         if left != told:
             missing(left)
             told = left
-        if time.monotonic() > deadline:
-            names = ", ".join(map(str, left))
-            raise RuntimeError(f"rank {names} of {world} did not come within {timeout_s:g} s")
-        time.sleep(MEET_POLL_S)
+
+    try:
+        meet(store, rank, world, timeout_s, watch)
+    except TimeoutError as error:
+        raise RuntimeError(str(error)) from None
     missing([])
 
 
-def make_groups(layout: JobLayout, rank: int, timeout_s: float) -> Groups:
+def make_groups(layout: JobLayout, rank: int, timeout_s: float, store: dist.Store) -> Groups:
     """The sub-groups of WORLD; every rank calls this once."""
     timeout = datetime.timedelta(seconds=timeout_s)
+    store.set(f"node/{rank}", node())
+    owners = snapshot_owners(layout, [store.get(f"node/{other}").decode() for other in range(layout.world)])
 
     def made(members: list[int]) -> Communicator | None:
         group = dist.new_group(members, timeout=timeout) if len(members) > 1 else None
         return GroupCommunicator(group) if group is not None and rank in members else None
 
     training = made(list(layout.training))
-    return Groups(training=training, publish=made(list(layout.publish_members)))
+    return Groups(training=training, publish=made(sorted({0, *owners.values()})), owners=owners)
 
 
 def build_parts(
@@ -113,30 +122,46 @@ def build_parts(
     if rank in layout.serving:
         engine_config = dataclasses.replace(config.engine, model=str(folder), seed=config.seed)
         engine = Engine(engine_config, load_weights=False, text=False)
-    snapshot = _snapshot(config, layout, rank, store, trainer, engine)
+    snapshot = _snapshot(config, layout, rank, groups.owners, store, trainer, engine)
     publisher = _publisher(layout, trainer, engine, groups.publish, snapshot, config.timeouts.command_s)
     if config.check_weights:
         publisher = CheckedPublisher(publisher, trainer, engine, getattr(torch, config.engine.dtype))
-    return Parts(trainer=trainer, engine=engine, publisher=publisher)
+    pulls = None
+    if isinstance(snapshot, Snapshot):
+        # One version at a time: whatever becomes of those who pull, the next one has a slot to be written to.
+        pulls = PullServer(SnapshotHolding(snapshot.reader(), versions=1), host=own_address() if groups.publish else LOCAL)
+    return Parts(trainer=trainer, engine=engine, publisher=publisher, pulls=pulls)
+
+
+def own_address() -> str:
+    """The address of this machine that the ranks of others reach, as the way to the meeting point shows."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent: it only chooses the way
+            probe.connect((os.environ.get("MASTER_ADDR", LOCAL), 9))
+            return str(probe.getsockname()[0])
+    except OSError:  # a name that cannot be resolved here
+        return LOCAL
 
 
 def _snapshot(
-    config: Config, layout: JobLayout, rank: int, store: dist.Store, trainer: Trainer | None, engine: Engine | None
+    config: Config,
+    layout: JobLayout,
+    rank: int,
+    owners: dict[int, int],
+    store: dist.Store,
+    trainer: Trainer | None,
+    engine: Engine | None,
 ) -> Snapshot | SnapshotReader | None:
-    """Rank 0's snapshot, for the serving ranks a view of it. None if there is none: one rank alone, or several machines."""
-    members = layout.publish_members
-    if layout.takes_turns or rank not in members:
+    """This machine's snapshot, on the rank that owns it; a view of it on the others that serve. None where there is none."""
+    part = trainer or engine
+    if layout.takes_turns or rank not in owners or part is None:
         return None
-    store.set(f"node/{rank}", node())
-    if len({store.get(f"node/{member}") for member in members}) > 1:
-        return None
-    if trainer is not None:
-        snapshot = Snapshot(trainer.model_config, getattr(torch, config.engine.dtype))
-        store.set("snapshot", snapshot.address)
+    dtype = getattr(torch, config.engine.dtype)
+    if owners[rank] == rank:
+        snapshot = Snapshot(part.model_config, dtype)
+        store.set(f"snapshot/{rank}", snapshot.address)
         return snapshot
-    assert engine is not None
-    plan = SnapshotPlan.of(engine.model_config, getattr(torch, config.engine.dtype))
-    return SnapshotReader.attach(store.get("snapshot").decode(), plan)
+    return SnapshotReader.attach(store.get(f"snapshot/{owners[rank]}").decode(), SnapshotPlan.of(part.model_config, dtype))
 
 
 def _publisher(
@@ -150,11 +175,13 @@ def _publisher(
     if layout.takes_turns and trainer is not None and engine is not None:
         return LocalPublisher(trainer, engine)
     if trainer is not None:
-        if isinstance(snapshot, Snapshot):
-            return SnapshotWriter(trainer, snapshot, timeout_s=timeout_s)
-        return SendingPublisher(trainer, comm, timeout_s=timeout_s)
-    if engine is None or comm is None:
-        raise RuntimeError("a rank that does not train must serve, and be in the publish group")
-    if isinstance(snapshot, SnapshotReader):
+        if not isinstance(snapshot, Snapshot):
+            return GatheringPublisher(trainer)
+        if comm is not None:
+            return NodeSender(trainer, comm, snapshot, timeout_s=timeout_s)
+        return SnapshotWriter(trainer, snapshot, timeout_s=timeout_s)
+    if engine is not None and isinstance(snapshot, SnapshotReader):
         return SnapshotTaker(engine, snapshot, timeout_s=timeout_s)
-    return ReceivingPublisher(engine, comm, timeout_s=timeout_s)
+    if engine is not None and comm is not None and isinstance(snapshot, Snapshot):
+        return NodeReceiver(engine, comm, snapshot, timeout_s=timeout_s)
+    raise RuntimeError("a rank that does not train must serve, and have its machine's snapshot")

@@ -156,8 +156,8 @@ def test_prompt_scores_do_not_depend_on_how_many_rows_are_held(folder: Path, hf,
 def test_only_rows_that_are_needed_reach_the_vocabulary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     core, runner = parts_of(folder, max_batch_tokens=64)
     rows: list[int] = []
-    logits = runner.decoder.logits
-    monkeypatch.setattr(runner.decoder, "logits", lambda hidden: rows.append(hidden.shape[0]) or logits(hidden))
+    logits = runner.logits
+    monkeypatch.setattr(runner, "logits", lambda hidden: rows.append(hidden.shape[0]) or logits(hidden))
     add(core, "a", hf_models.prompt(30), max_tokens=2)
     add(core, "b", hf_models.prompt(20, seed=1), max_tokens=2)
     drive(core, runner, 1)

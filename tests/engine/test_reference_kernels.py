@@ -295,12 +295,17 @@ def _model() -> ModelConfig:
 
 
 def test_choice_of_kernels() -> None:
-    for name in ("auto", "reference"):
-        kernels, why = registry.choose(name, device=CPU, dtype=torch.float32, model=_model(), block_size=16)
-        assert kernels.name == "reference"
-        assert "reference" in why
+    for name, dtype, chosen in (
+        ("auto", torch.float32, "cpu"),
+        ("auto", torch.float64, "reference"),
+        ("cpu", torch.bfloat16, "cpu"),
+        ("reference", torch.float32, "reference"),
+    ):
+        kernels, why = registry.choose(name, device=CPU, dtype=dtype, model=_model(), block_size=16)
+        assert kernels.name == chosen
+        assert chosen in why
         assert name in why
-    with pytest.raises(ValueError, match="kernels='marlin': must be one of auto, reference"):
+    with pytest.raises(ValueError, match="kernels='marlin': must be one of auto, cpu, triton, flashinfer, reference"):
         registry.choose("marlin", device=CPU, dtype=torch.float32, model=_model(), block_size=16)
     for name in ("auto", "reference"):
         with pytest.raises(ValueError, match="reference: dtype=torch.int8"):

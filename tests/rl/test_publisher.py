@@ -18,8 +18,10 @@ from pearl.engine.comm.communicator import CollectiveError, SingleCommunicator
 from pearl.engine.engine import Engine
 from pearl.engine.models.config import from_folder
 from pearl.engine.models.params import hf_shapes
+from pearl.engine.weights.snapshot import Snapshot
 from pearl.protocol import SamplingParams, TrainSequence
-from pearl.rl.publisher import LocalPublisher, SendingPublisher
+from pearl.rl.node_publisher import NodeSender
+from pearl.rl.publisher import GatheringPublisher, LocalPublisher
 from pearl.rl.trainer import Trainer
 
 
@@ -150,7 +152,7 @@ def test_a_training_rank_that_does_not_send_goes_through_all_tensors(model: Path
             yield name, tensor
 
     trainer.named_hf_tensors = counted
-    publisher = SendingPublisher(trainer, None)
+    publisher = GatheringPublisher(trainer)
     publisher.begin(1)
     assert publisher.poll() is None and 0 < len(taken) < len(hf_shapes(from_folder(model)))
     assert publisher.wait(5.0)["bytes"] == 0.0
@@ -167,7 +169,7 @@ def test_a_wait_ends(model: Path):
         def done(self) -> bool:
             return False
 
-    publisher = SendingPublisher(Trainer(model, config()), Nobody())
+    publisher = NodeSender(Trainer(model, config()), Nobody(), Snapshot(from_folder(model), torch.float32))
     publisher.begin(4)
     assert publisher.poll() is None
     start = time.monotonic()
@@ -234,13 +236,13 @@ def test_weights_that_are_not_finite_are_refused_by_all(phases: list):
 
 
 def test_a_version_that_is_not_newer_is_refused_where_it_is_not(phases: list):
-    assert {said["error"] for said in phases[4][1:]} == {"version=26: must be greater than 26, the present version"}
+    assert {said["error"] for said in phases[4][1:]} == {"version=51: must be greater than 51, the present version"}
     assert all(said["unchanged"] for said in phases[4][1:])
-    assert [said["versions"] for said in phases[5][1:]] == [[27] * 5] * 2
+    assert [said["versions"] for said in phases[5][1:]] == [[52] * 5] * 2
 
 
 def test_a_receiver_that_dies_ends_the_publication_for_all(phases: list):
     sender, receiver, dead = phases[6]
     assert dead is None
-    assert sender["error"].startswith("version 28, ") and " to 1, 2: failed: " in sender["error"]
-    assert receiver["error"] is not None and "version 28" in receiver["error"] and receiver["version"] == 27
+    assert sender["error"].startswith("version 53, ") and " to 1, 2: failed: " in sender["error"]
+    assert receiver["error"] is not None and "version 53" in receiver["error"] and receiver["version"] == 52

@@ -42,7 +42,7 @@ def test_a_rank_that_does_not_come_is_named_in_time() -> None:
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"rank 0, 3 of 4 did not come within 0\.4 s"):
         store = dist.HashStore()
-        store.set("1", "")
+        store.set("here/1", "")
         world._meet(store, 2, 4, 0.4, lambda ranks: None)
     assert 0.3 < time.monotonic() - began < 5
 
@@ -75,7 +75,7 @@ def test_without_an_address_the_way_to_start_is_named(monkeypatch: pytest.Monkey
 
 def test_one_rank_has_all_parts_and_needs_no_group(tmp_path: Path) -> None:
     layout = JobLayout(world=1, train_ranks=1)
-    groups = world.make_groups(layout, 0, 5.0)
+    groups = world.make_groups(layout, 0, 5.0, dist.HashStore())
     assert (groups.training, groups.publish) == (None, None)
     folder = model_folder(tmp_path)
     parts = world.build_parts(trainer_config(), layout, 0, groups, folder, dist.HashStore())
@@ -88,7 +88,7 @@ def test_one_rank_has_all_parts_and_needs_no_group(tmp_path: Path) -> None:
 
 
 def test_a_serving_rank_waits_for_the_policy_but_not_for_ever(tmp_path: Path) -> None:
-    layout, groups = JobLayout(world=2, train_ranks=1), world.Groups(training=None, publish=None)
+    layout, groups = JobLayout(world=2, train_ranks=1), world.Groups(training=None, publish=None, owners={0: 0, 1: 0})
     config = dataclasses.replace(trainer_config(), timeouts=Timeouts(start_s=0.3))
     began = time.monotonic()
     with pytest.raises(RuntimeError):

@@ -9,8 +9,9 @@ kernels' own ("plain" = [token, head_dim]), and part of the layout fingerprint t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -51,11 +52,85 @@ class Attend(Protocol):
     def __call__(self, layer: int, q_THB: Tensor, k_TGB: Tensor, v_TGB: Tensor) -> Tensor: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A decoder as one rank holds it. `config` has the heads of this rank; `parameters` go by their ParamSpec names."""
+
+    config: ModelConfig
+    parameters: Mapping[str, Tensor]
+    rope_cos: Tensor             # fp32 [positions, head_dim]
+    rope_sin: Tensor
+    rank: int = 0
+    first_expert: int = 0
+    """Number of the first of the experts that are here."""
+
+
+class LayerMark(NamedTuple):
+    """An int64 that gets `base` plus the number of layers whose keys and values are in the pool, for those who read along."""
+
+    address: int
+    base: int
+
+
+class ServedDecoder(Protocol):
+    """A decoder's steps over one pool, from weights in an order of the kernels' own, without a call for every operation."""
+
+    def load(self) -> None:
+        """Reads the parameters again: a new version of the weights is in them. Nothing is served before the first call."""
+
+    def forward(
+        self,
+        embedded_TD: Tensor,
+        batch: PagedBatch,
+        add_up: Callable[[Tensor], None] | None = None,
+        mark: LayerMark | None = None,
+    ) -> Tensor:
+        """Final-normed hidden states [T, D] of the step; writes its KV. The embeddings are overwritten.
+
+        `add_up` replaces a rank's part by the sum over all ranks; None: the model is not cut. `mark` is set after each layer.
+        """
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """fp32 logits [N, V] of final-normed hidden states, for this rank's part of the vocabulary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawRows:
+    """How each row of a batch is drawn: temperature (0: the best), top_k (0: all), top_p, min_p, one uniform in [0, 1).
+
+    `raws`: the log-probs are of softmax(logits), not of what was drawn from; `bests`: how many of the likeliest are told.
+    """
+
+    temperatures: list[float]
+    top_ks: list[int]
+    top_ps: list[float]
+    min_ps: list[float]
+    uniforms: list[float]
+    raws: list[bool]
+    bests: list[int]
+
+
+class Drawn(NamedTuple):
+    """One entry per row. `errors`: "" or what is wrong with the row; `bests`: (id, log-prob), best first."""
+
+    ids: list[int]
+    logprobs: list[float]
+    errors: list[str]
+    bests: list[list[tuple[int, float]]]
+
+
+Draw = Callable[[Tensor, Tensor, DrawRows], Drawn]
+"""(scores_SV, logits_SV, rows): a token per row of the fp32 scores, which are the logits after penalties and masks, as
+`sampler.py` describes it. A row's error is "not_finite" where its logits are not."""
+
+
 class Kernels(Protocol):
     """All kernels take and return contiguous tensors in the model's dtype and accumulate in fp32."""
 
     name: str
     kv_layout: str
+    draw: Draw | None
+    """None: the sampler does it itself."""
 
     def refusal(self, *, device: torch.device, dtype: torch.dtype, model: ModelConfig, block_size: int) -> str | None:
         """Why these kernels cannot serve this combination, or None if they can."""
@@ -114,6 +189,14 @@ class Kernels(Protocol):
         self, q_THB: Tensor, k_TGB: Tensor, v_TGB: Tensor, batch: PackedBatch, scale: float, window: int = 0
     ) -> Tensor:
         """Causal self-attention inside each packed sequence, in the same window; differentiable where the kernels train."""
+
+    def serve(
+        self, model: ServedModel, kv_pool: Tensor, memory: Callable[[tuple[int, ...], torch.dtype], Tensor]
+    ) -> ServedDecoder | None:
+        """The model's steps over `kv_pool`, for kernels that run them whole; None: operation by operation.
+
+        `memory` gives zeros of a shape and dtype, in memory that is given back and taken again with the model's own.
+        """
 
     def pack(self, weight: Tensor) -> Tensor:
         """A weight in the layout these kernels read, made at weight commit (identity for most)."""

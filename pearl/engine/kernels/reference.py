@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pearl.engine.kernels.decode_rows import DecodePlan, Scratch, decode_attention, plan_decode, widened
 from pearl.engine.kernels.experts import mix, route
-from pearl.engine.kernels.interface import PackedBatch, PagedBatch
+from pearl.engine.kernels.interface import Draw, PackedBatch, PagedBatch, ServedModel
 from pearl.engine.kernels.padding import LengthGroup, length_groups, pad_rows, unpad_rows
 from pearl.engine.models.config import ModelConfig
 
@@ -24,6 +24,7 @@ class ReferenceKernels:
 
     name = "reference"
     kv_layout = "plain"
+    draw: Draw | None = None
 
     def __init__(self) -> None:
         self._scratch = Scratch()
@@ -126,6 +127,9 @@ class ReferenceKernels:
             return outputs[0]
         order_T = torch.cat([group.tokens_T for group in groups])
         return torch.cat(outputs).index_select(0, torch.argsort(order_T))
+
+    def serve(self, model: ServedModel, kv_pool: Tensor, memory: object) -> None:
+        return None
 
     def pack(self, weight: Tensor) -> Tensor:
         return weight

@@ -11,12 +11,33 @@ from typing import NamedTuple
 
 import torch
 
+from pearl.engine.kernels.cpu import CpuKernels
 from pearl.engine.kernels.interface import Kernels
 from pearl.engine.kernels.reference import ReferenceKernels
 from pearl.engine.models.config import ModelConfig
 
-KERNELS: dict[str, Callable[[], Kernels]] = {"reference": ReferenceKernels}
-PREFERENCE: tuple[str, ...] = ("reference",)
+
+def _triton() -> Kernels:
+    from pearl.engine.kernels.triton.kernels import TritonKernels
+
+    return TritonKernels()
+
+
+def _flashinfer() -> Kernels:
+    from pearl.engine.kernels.flashinfer import FlashInferKernels
+
+    return FlashInferKernels()
+
+
+KERNELS: dict[str, Callable[[], Kernels]] = {
+    "cpu": CpuKernels,
+    "triton": _triton,
+    "flashinfer": _flashinfer,
+    "reference": ReferenceKernels,
+}
+"""Those of a GPU are imported when they are asked for: Triton is an extra and takes a second. They are not yet what "auto"
+takes, since they were not run on a GPU."""
+PREFERENCE: tuple[str, ...] = ("cpu", "reference")
 
 
 class KernelChoice(NamedTuple):
@@ -32,7 +53,11 @@ def choose(name: str, *, device: torch.device, dtype: torch.dtype, model: ModelC
         raise ValueError(f"kernels={name!r}: must be one of auto, {', '.join(KERNELS)}")
     refusals: list[str] = []
     for candidate in PREFERENCE if name == "auto" else (name,):
-        kernels = KERNELS[candidate]()
+        try:
+            kernels = KERNELS[candidate]()
+        except ImportError as error:
+            refusals.append(f"{candidate}: {error}")
+            continue
         reason = kernels.refusal(device=device, dtype=dtype, model=model, block_size=block_size)
         if reason is None:
             passed_over = f"; passed over {'; '.join(refusals)}" if refusals else ""

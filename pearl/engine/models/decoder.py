@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pearl.engine.comm.communicator import Communicator
-from pearl.engine.kernels.interface import Attend, Kernels, PackedBatch, PagedBatch
+from pearl.engine.kernels.interface import Attend, Kernels, PackedBatch, PagedBatch, ServedModel
 from pearl.engine.models.config import ModelConfig
 from pearl.engine.models.layers import DecoderLayer, add_parameter, parameter, wide_head
 from pearl.engine.models.params import WHOLE, Shard, local_config, param_specs
@@ -69,15 +69,18 @@ class Decoder(nn.Module):
         Positions are int64 in [0, max_position). A sharded decoder has its own parameters whole only inside this call.
         """
         cos_TB, sin_TB = self.rope_cos.index_select(0, positions_T), self.rope_sin.index_select(0, positions_T)
-        delta_TD, residual_TD = None, self._embedded(input_ids_T)
+        delta_TD, residual_TD = None, self.embedded(input_ids_T)
         for layer in self.layers:
             delta_TD, residual_TD = layer(delta_TD, residual_TD, cos_TB, sin_TB, attend)
         x_TD, _ = self.kernels.add_rms_norm(delta_TD, residual_TD, parameter(self, "norm"), self.config.rms_eps)
         return x_TD if logits_of_N is None else self.logits(x_TD[logits_of_N])
 
-    def logits(self, hidden_TD: Tensor) -> Tensor:
-        """fp32 logits [T, V] of final-normed hidden states, whole on every rank."""
-        logits_TV = wide_head(hidden_TD, parameter(self, "embed" if self.config.tie_embeddings else "lm_head"))
+    def logits(self, hidden_TD: Tensor, own_logits: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """fp32 logits [T, V] of final-normed hidden states, whole on every rank.
+
+        `own_logits` gives those of this rank's part of the vocabulary, where kernels have the head in an order of their own.
+        """
+        logits_TV = (own_logits or self._own_logits)(hidden_TD)
         if self.comm is None:
             return logits_TV
         # Ranks have equally many entries, or one less: those are filled up for the exchange, and cut again.
@@ -88,7 +91,22 @@ class Decoder(nn.Module):
         self.comm.all_gather(gathered, own_TV)
         return torch.cat([rows_TV[:, :width] for rows_TV, width in zip(gathered, widths, strict=True)], dim=1)
 
-    def _embedded(self, input_ids_T: Tensor) -> Tensor:
+    def _own_logits(self, hidden_TD: Tensor) -> Tensor:
+        return wide_head(hidden_TD, parameter(self, "embed" if self.config.tie_embeddings else "lm_head"))
+
+    def served_model(self) -> ServedModel:
+        """What kernels must know to run the steps of this decoder themselves."""
+        experts = self.config.experts
+        return ServedModel(
+            config=local_config(self.config, self.shard),
+            parameters=dict(self.named_parameters()),
+            rope_cos=self.rope_cos,
+            rope_sin=self.rope_sin,
+            rank=self.shard.rank,
+            first_expert=0 if experts is None else self.shard.share(experts.count)[0],
+        )
+
+    def embedded(self, input_ids_T: Tensor) -> Tensor:
         """Rows of the embedding; a rank has those of its part of the vocabulary, and zeros for the others' sum."""
         if self.comm is None:
             return F.embedding(input_ids_T, parameter(self, "embed"))
@@ -130,13 +148,24 @@ def random_weights(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor
         yield spec.name, value
 
 
-def paged_attend(kernels: Kernels, kv_pool: Tensor, batch: PagedBatch, config: ModelConfig) -> Attend:
-    """Attention over the paged pool kv[layer, 2, block, kv_head, ...]: this step's keys and values are stored first."""
+def paged_attend(
+    kernels: Kernels,
+    kv_pool: Tensor,
+    batch: PagedBatch,
+    config: ModelConfig,
+    written: Callable[[int], None] | None = None,
+) -> Attend:
+    """Attention over the paged pool kv[layer, 2, block, kv_head, ...]: this step's keys and values are stored first.
+
+    `written` is told in how many layers they are.
+    """
     scale = config.head_dim**-0.5
 
     def attend(layer: int, q_THB: Tensor, k_TGB: Tensor, v_TGB: Tensor) -> Tensor:
         kv_2NG__ = kv_pool[layer]
         kernels.store_kv(k_TGB, v_TGB, kv_2NG__, batch.slot_mapping_T)
+        if written is not None:
+            written(layer + 1)
         return kernels.paged_attention(q_THB, kv_2NG__, batch, scale, config.window(layer))
 
     return attend

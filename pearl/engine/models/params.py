@@ -142,7 +142,7 @@ def hf_shapes(config: ModelConfig, *, stacked: bool = False) -> dict[str, tuple[
 def _layer(c: ModelConfig, shard: Shard, index: int) -> list[ParamSpec]:
     ours, theirs = f"layers.{index}.", f"model.layers.{index}."
     attention, width = theirs + "self_attn.", (0, c.hidden_size)
-    q, kv = _scaled(shard.share(c.num_heads), c.head_dim), _scaled(_kv_heads(c, shard), c.head_dim)
+    q, kv = _scaled(shard.share(c.num_heads), c.head_dim), _scaled(kv_heads(c, shard), c.head_dim)
     qkv = [(attention + "q_proj", q), (attention + "k_proj", kv), (attention + "v_proj", kv)]
     specs = [
         _norm(ours + "input_norm", theirs + "input_layernorm", c.hidden_size),
@@ -163,7 +163,7 @@ def _layer(c: ModelConfig, shard: Shard, index: int) -> list[ParamSpec]:
     return specs
 
 
-def _kv_heads(c: ModelConfig, shard: Shard) -> Range:
+def kv_heads(c: ModelConfig, shard: Shard) -> Range:
     """The key-value heads that this rank's query heads attend with."""
     low, high = shard.share(c.num_kv_heads)
     return low, max(high, low + 1)

@@ -1,0 +1,148 @@
+// A decoder's forward pass over the paged pool: whole steps, or half layers between which several ranks add up their parts.
+//
+// Reads the plain norms, biases and rotary tables where they lie; matrices it has packed for itself (`load`, after every
+// change of the weights). The residual stream is the caller's memory, rounded to the model's dtype after every addition.
+// Invariant: what it computes for a token depends on the token, its sequence and the weights, bit for bit: not on the rest of
+// the batch, on chunks or threads. It knows no requests and no blocks but those that a step names.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "cpu/attention.h"
+#include "cpu/gemm.h"
+#include "cpu/moe.h"
+
+namespace pearl::cpu {
+
+// Of this rank: its heads, its part of the vocabulary.
+struct DecoderSizes {
+    DType dtype;
+    std::int64_t hidden, layers, heads, kv_heads, head_dim, vocabulary;
+    float eps;
+    std::vector<std::int32_t> windows;  // of each layer; 0: all keys
+    std::int64_t top_k = 0;             // experts: of a token, whether their shares are normalised, the first one here
+    bool normalise = false;
+    std::int64_t first_expert = 0;
+    bool adds_bias = true;  // whether this rank adds the biases of sums over ranks
+};
+
+// A plain tensor of the model: row-major, of the model's dtype.
+struct Parameter {
+    const void* data = nullptr;
+    std::vector<std::int64_t> shape;
+};
+
+// Rotary tables: fp32 [positions, head_dim].
+struct RopeTables {
+    const float* cos = nullptr;
+    const float* sin = nullptr;
+    std::int64_t positions = 0;
+};
+
+// The pool kv[layer][2][block][kv_head][block_size * head_dim].
+struct DecoderPool {
+    void* data = nullptr;
+    std::int64_t blocks = 0;
+    std::int32_t block_size = 0;
+};
+
+struct DecoderStep {
+    std::int64_t tokens = 0;
+    void* stream = nullptr;                   // [tokens, hidden]: embeddings to begin with; changed by every half layer
+    const std::int64_t* positions = nullptr;  // [tokens]
+    const std::int64_t* slots = nullptr;      // [tokens]
+    PagedBatch batch{};
+    std::int64_t* layer_word = nullptr;  // or null: gets layer_base + how many layers' keys and values are in the pool, for
+    std::int64_t layer_base = 0;         // other processes that read along
+};
+
+// What the time of a step goes to.
+enum class Part : std::int32_t { norm, qkv, rope_and_store, attention, attention_out, gate_up, down, experts, head };
+constexpr std::size_t kParts = 9;
+const char* name(Part part);
+
+// Memory that grows and is kept.
+class Buffer {
+  public:
+    Buffer() = default;
+    ~Buffer();
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    void* take(std::int64_t bytes);
+
+  private:
+    void* data_ = nullptr;
+    std::int64_t bytes_ = 0;
+};
+
+class Decoder {
+  public:
+    // `parameters` by their names in pearl/engine/models/params.py. Throws std::invalid_argument naming what is missing,
+    // has another shape than the sizes say, or cannot be served.
+    Decoder(const DecoderSizes& sizes, const std::map<std::string, Parameter>& parameters, const RopeTables& rope,
+            const DecoderPool& pool);
+
+    const DecoderSizes& sizes() const { return sizes_; }
+    const DecoderPool& pool() const { return pool_; }
+    const RopeTables& rope() const { return rope_; }
+
+    // Bytes that `load` packs the matrices into: `packed`, aligned to 64 bytes, which must stay.
+    std::size_t packed_bytes();
+    void load(void* packed);
+
+    // One rank alone: all layers and the last norm. `hidden` [tokens, hidden] may not be the stream.
+    void forward(const DecoderStep& step, void* hidden);
+
+    // Several ranks: half 2 i is the attention of layer i, 2 i + 1 its MLP. `partial` [tokens, hidden] is this rank's part of
+    // what is to be added to the stream; the next half, or `finish`, takes the sum over all ranks in its place.
+    void half(const DecoderStep& step, std::int64_t index, void* partial);
+    void finish(const DecoderStep& step, const void* partial, void* hidden);
+
+    // fp32 logits [rows, vocabulary] of final-normed hidden states.
+    void logits(const void* hidden, std::int64_t rows, float* out);
+
+    // Processor time of the calling thread in nanoseconds per part since the last call; the first call begins to count.
+    std::array<std::int64_t, kParts> take_profile();
+
+  private:
+    struct Matrix {  // plain, and where it is packed
+        Parameter plain;
+        bool halves = false;
+        std::vector<PackedMatrix> packed;  // one, or one for each expert
+    };
+    struct Layer {
+        const void *input_norm, *post_norm, *q_norm = nullptr, *k_norm = nullptr;
+        const void *qkv_bias = nullptr, *o_bias = nullptr, *gate_up_bias = nullptr, *down_bias = nullptr;
+        Matrix qkv, o, gate_up, down, router;  // gate_up and down: of the MLP, or of all experts
+        bool has_experts = false;
+    };
+    class Timed;
+
+    std::vector<Matrix*> matrices();
+    void check_loaded() const;
+    void norm(const DecoderStep& step, const void* added, const void* weight, void* out);
+    const void* attend(const DecoderStep& step, std::int64_t index, void* qkv);
+    const void* project(const DecoderStep& step, const void* x, const Matrix& matrix, const void* bias, void* partial);
+    // Half layers. `added`: what is still to be added to the stream, or none. The result goes to `partial`, or without one
+    // straight into the stream, if it can. Returns what is still to be added.
+    const void* attention_half(const DecoderStep& step, std::int64_t index, const void* added, void* partial);
+    const void* mlp_half(const DecoderStep& step, std::int64_t index, const void* added, void* partial);
+    void mix_experts(const DecoderStep& step, const Layer& layer, const void* x, void* y);
+
+    DecoderSizes sizes_;
+    RopeTables rope_;
+    DecoderPool pool_;
+    std::vector<Layer> layers_;
+    const void* last_norm_ = nullptr;
+    Matrix head_;
+    Buffer normed_, qkv_, attended_, inner_, partial_, expert_scratch_;
+    std::array<std::int64_t, kParts> spent_{};
+    bool timed_ = false;
+};
+
+}  // namespace pearl::cpu

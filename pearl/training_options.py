@@ -1,0 +1,104 @@
+"""The sections of a job's configuration that say how the policy is trained: algorithm and trainer.
+
+Owns the fields, what they may be and their defaults. What an algorithm's name stands for is in `rl/algorithms.py`, and
+docs/algorithms.md has the formulae.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from pearl.field_checks import above_zero, at_least, one_of, within
+
+ALGORITHMS = ("grpo", "rloo", "reinforce++", "ppo", "gspo", "cispo")
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmOptions:
+    """The policy's loss. `name` chooses how advantages are estimated, the objective, and what None stands for below.
+
+    Ratios are clipped to [1-clip_low, 1+clip_high]; with `dual_clip` (> 1), a bad action's term goes no lower than that many
+    advantages. `normalize_std`: advantages are divided by their standard deviation. `aggregation` of token losses over an
+    optimizer update: their mean, the mean of the sequences' means, of their sums, or of their sums over `loss_divisor` tokens.
+
+    KL to the reference: in the loss or taken off the rewards, `exact` (over the vocabulary) or an estimator of the sampled
+    token, never clamped. `importance_*`: tokens of an older policy (`importance_of="all"`: all tokens) are weighted by their
+    importance (of the token, or of its whole sequence), truncated at the cap (1, as in V-trace, is steady; 2 learns faster
+    and sometimes collapses), or masked where it leaves [1/cap, cap].
+
+    With a critic (ppo): discount `gamma`, `gae_lambda`, both per token or per turn (`gae_level`), and the critic's own
+    learning rate (None: the policy's).
+    """
+
+    name: Literal["grpo", "rloo", "reinforce++", "ppo", "gspo", "cispo"] = "grpo"
+    clip_low: float | None = None
+    clip_high: float | None = None
+    dual_clip: float | None = None
+    normalize_std: bool = True
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "fixed"] | None = None
+    loss_divisor: int | None = None
+    importance_cap: float = 1.0
+    importance_level: Literal["token", "sequence"] = "token"
+    importance_rule: Literal["truncate", "mask"] = "truncate"
+    importance_of: Literal["stale", "all"] = "stale"
+    kl_coef: float = 0.0
+    kl_estimator: Literal["exact", "k1", "k2", "k3"] = "exact"
+    kl_in: Literal["loss", "reward"] = "loss"
+    entropy_coef: float = 0.0
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+    gae_level: Literal["token", "turn"] = "token"
+    critic_lr: float | None = None
+
+    def __post_init__(self) -> None:
+        self._check_choices()
+        at_least(self, "algorithm", 0, "kl_coef", *(name for name in ("clip_high",) if getattr(self, name) is not None))
+        if self.clip_low is not None:
+            within(self, "algorithm", 0, 1, "clip_low")
+        if self.dual_clip is not None:
+            at_least(self, "algorithm", 1, "dual_clip")
+        at_least(self, "algorithm", -math.inf, "entropy_coef")
+        at_least(self, "algorithm", 1, "importance_cap")
+        if self.importance_rule == "mask" and self.importance_cap == 1:
+            raise ValueError("algorithm.importance_cap=1: must be > 1 with importance_rule=mask, which would mask all tokens")
+        if (self.loss_divisor is None) == (self.aggregation == "fixed"):
+            given = f"algorithm.loss_divisor={self.loss_divisor}: must be"
+            raise ValueError(
+                f"{given} {'a number of tokens' if self.loss_divisor is None else 'none without'} aggregation=fixed"
+            )
+        if self.loss_divisor is not None:
+            at_least(self, "algorithm", 1, "loss_divisor", whole=True)
+        within(self, "algorithm", 0, 1, "gamma", "gae_lambda")
+        if self.critic_lr is not None:
+            above_zero(self, "algorithm", "critic_lr")
+
+    def _check_choices(self) -> None:
+        one_of("algorithm.name", self.name, ALGORITHMS)
+        one_of("algorithm.aggregation", self.aggregation, (None, *AGGREGATIONS))
+        one_of("algorithm.importance_level", self.importance_level, ("token", "sequence"))
+        one_of("algorithm.importance_rule", self.importance_rule, ("truncate", "mask"))
+        one_of("algorithm.importance_of", self.importance_of, ("stale", "all"))
+        one_of("algorithm.kl_estimator", self.kl_estimator, ("exact", "k1", "k2", "k3"))
+        one_of("algorithm.kl_in", self.kl_in, ("loss", "reward"))
+        one_of("algorithm.gae_level", self.gae_level, ("token", "turn"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerOptions:
+    """How a training rank computes. `train_layers`: only the last so many layers and the final norm are trained (None: all).
+
+    `checkpoint_layers` keeps only the layers' inputs for the backward pass and computes the rest again. Log-probs are made of
+    `logits_rows` tokens' logits at a time.
+    """
+
+    train_layers: int | None = None
+    checkpoint_layers: bool = False
+    logits_rows: int = 1024
+
+    def __post_init__(self) -> None:
+        at_least(self, "trainer", 1, "logits_rows", whole=True)
+        if self.train_layers is not None:
+            at_least(self, "trainer", 1, "train_layers", whole=True)
