@@ -36,7 +36,7 @@ def decoder_of(
     config = config or config_of(model)
     shard = None if comm is None else Shard(rank=comm.rank, size=comm.size)
     decoder = Decoder(config, ReferenceKernels(), dtype=dtype, shard=shard, comm=comm)
-    store = WeightStore(config, dict(decoder.named_parameters()), decoder.kernels, shard)
+    store = WeightStore(config, dict(decoder.named_parameters()), shard)
     store.stage(model.state_dict().items(), 0)
     store.commit()
     return decoder

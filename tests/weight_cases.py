@@ -23,7 +23,7 @@ Q, EMBEDDING, HEAD = "model.layers.0.self_attn.q_proj.weight", "model.embed_toke
 
 def new_decoder(config: ModelConfig, dtype: torch.dtype = torch.float32) -> tuple[Decoder, WeightStore]:
     decoder = Decoder(config, ReferenceKernels(), dtype=dtype)
-    return decoder, WeightStore(config, dict(decoder.named_parameters()), decoder.kernels)
+    return decoder, WeightStore(config, dict(decoder.named_parameters()))
 
 
 def config_of(model: PreTrainedModel) -> ModelConfig:

@@ -102,7 +102,7 @@ def assemble(config: EngineConfig, comm: Communicator | None = None) -> Parts:
         model=model,
         decoder=decoder,
         runner=ModelRunner(decoder, kernels, pool, block_size=config.block_size, served=served),
-        store=WeightStore(model, dict(decoder.named_parameters()), kernels, choice.shard, on_live=on_live),
+        store=WeightStore(model, dict(decoder.named_parameters()), choice.shard, on_live=on_live),
         weight_memory=weight_memory,
         kv_memory=kv_memory,
         num_blocks=num_blocks,

@@ -172,11 +172,9 @@ def test_a_version_that_is_not_whole_or_not_staged_is_not_committed(folder: Path
     assert_greedy(one(engine, prompt), 8)
 
 
-@pytest.mark.parametrize("packs", [False, True])
-def test_given_memory_can_be_the_staged_copy(folder: Path, packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make(folder)
-    if packs:
-        monkeypatch.setattr(engine._store._kernels, "pack", lambda weight: weight.clone(), raising=False)
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+def test_given_memory_can_be_the_staged_copy(folder: Path, kernels: str) -> None:
+    engine = make(folder, kernels=kernels)
     prompt = hf_models.prompt(6)
     pieces = [(name, rows.clone(), at) for name, rows, at in _pieces(1, 50)]
     addresses = [parameter.data_ptr() for parameter in engine._decoder.parameters()]

@@ -363,8 +363,8 @@ def test_an_engine_of_several_ranks_needs_its_group(folder: Path) -> None:
 
 
 LOOKING = {
-    "has_unfinished", "stats", "is_arriving", "check_integrity", "tokenizer", "paused", "asleep", "weight_version", "generation_defaults",
-    "named_hf_tensors",
+    "has_unfinished", "stats", "is_arriving", "check_integrity", "tokenizer", "paused", "asleep", "weight_version",
+    "generation_defaults", "named_hf_tensors",
 }  # fmt: skip
 BUILT_ON_OTHERS = {"step", "stream", "update_weights", "meet"}
 

@@ -110,8 +110,8 @@ def test_a_thousand_switches_leave_everything_as_it_was(folder: Path) -> None:
     for engine in (pair.p, pair.d):
         engine.reset_prefix_cache()
         assert engine.stats().free_blocks == 20
-        books = (engine._transfers._tickets, engine._transfers._offered, engine._siblings._families, engine._whole_text, engine._core.arrivals)
-        assert not any(books)
+        transfers, core = engine._transfers, engine._core
+        assert not any((transfers._tickets, transfers._offered, engine._siblings._families, engine._whole_text, core.arrivals))
 
 
 def test_what_a_switch_refuses_or_fails_at_leaves_the_old_role(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def cells(part_box: tuple[tuple[int, int], ...]) -> int:
 def sharded(config: ModelConfig, comm: Communicator) -> tuple[Decoder, WeightStore]:
     shard = Shard(rank=comm.rank, size=comm.size)
     decoder = Decoder(config, ReferenceKernels(), dtype=torch.float32, shard=shard, comm=comm)
-    return decoder, WeightStore(config, dict(decoder.named_parameters()), decoder.kernels, shard)
+    return decoder, WeightStore(config, dict(decoder.named_parameters()), shard)
 
 
 def all_well(results: list) -> list:
@@ -242,10 +242,10 @@ def test_every_way_in_fills_a_rank_the_same(case: str, way: str) -> None:
     for shard in ranks(size):
         specs = param_specs(config, shard)
         expected, found = ({spec.name: torch.zeros(spec.shape) for spec in specs} for _ in range(2))
-        store = WeightStore(config, expected, ReferenceKernels(), shard)
+        store = WeightStore(config, expected, shard)
         store.stage(stacked, 0)
         store.commit()
-        store = WeightStore(config, found, ReferenceKernels(), shard)
+        store = WeightStore(config, found, shard)
         {
             "rows": lambda store=store: store.stage(pieces(single, 7), 0),
             "adopted rows": lambda store=store: store.stage(list(pieces(single, 7)), 0, adopt=True),
@@ -267,7 +267,7 @@ def test_every_rank_refuses_a_value_that_only_one_would_hold() -> None:
     bad["model.layers.1.mlp.down_proj.weight"][0, -1] = float("nan")
     for shard in ranks(2):
         params = {spec.name: torch.zeros(spec.shape) for spec in param_specs(config, shard)}
-        store = WeightStore(config, params, ReferenceKernels(), shard)
+        store = WeightStore(config, params, shard)
         with pytest.raises(ValueError, match="down_proj.weight: 1 of 1536 values are not finite"):
             store.stage(bad.items(), 0)
 

@@ -23,7 +23,6 @@ from weight_cases import (
     unchanged,
 )
 
-from pearl.engine.kernels.reference import ReferenceKernels
 from pearl.engine.models.decoder import Decoder
 from pearl.engine.models.params import param_specs
 from pearl.engine.weights.store import WeightStore
@@ -184,7 +183,7 @@ def test_the_store_checks_the_parameters_it_is_given() -> None:
     params = dict(decoder.named_parameters())
     del params["layers.1.o.weight"]
     with pytest.raises(ValueError, match=r"params: missing or mis-shaped: layers.1.o.weight"):
-        WeightStore(config, params, decoder.kernels)
+        WeightStore(config, params)
 
 
 # ---------------------------------------------------------------------------------------------------- in place
@@ -332,22 +331,22 @@ def test_what_the_owner_wrote_can_be_declared_a_version() -> None:
         store.declare(0)
 
 
-class Turned(ReferenceKernels):
-    """Reads weight matrices with their elements in reverse order."""
-
-    def pack(self, weight: Tensor) -> Tensor:
-        return weight.flip(0) if weight.ndim == 2 else weight
-
-
 @pytest.mark.parametrize("way", ["staged", "adopted", "streamed", "declared"])
-def test_every_way_in_packs_for_the_kernels(way: str) -> None:
-    """The first version, which is staged in place, and a later one."""
+def test_every_way_in_tells_whoever_packs_the_weights(way: str) -> None:
+    """Once the whole version is in the live parameters, and before the store says so: the first one, and a later one."""
     config = config_of(hf_models.moe())
     params = {spec.name: torch.zeros(spec.shape) for spec in param_specs(config)}
-    plain, store = {name: value.clone() for name, value in params.items()}, WeightStore(config, params, Turned())
+    plain = {name: value.clone() for name, value in params.items()}
+    seen: list[int] = []
+
+    def look() -> None:
+        assert all(torch.equal(params[name], value) for name, value in plain.items())
+        seen.append(store.version)
+
+    store = WeightStore(config, params, on_live=look)
     for version in (0, 1):
         pairs = one_by_one(tensors_of(hf_models.moe(seed=version)))
-        reference = WeightStore(config, plain, ReferenceKernels())
+        reference = WeightStore(config, plain)
         reference.stage(pairs, 0)
         reference.commit()
         if way == "streamed":
@@ -359,7 +358,8 @@ def test_every_way_in_packs_for_the_kernels(way: str) -> None:
         else:
             store.stage(pairs, version, adopt=way == "adopted")
             store.commit()
-        assert all(torch.equal(params[name], Turned().pack(value)) for name, value in plain.items())
+        assert store.version == version
+    assert seen == [-1, -1 if way == "streamed" else 0]
 
 
 def test_the_first_version_is_staged_where_it_will_live(monkeypatch: pytest.MonkeyPatch) -> None:

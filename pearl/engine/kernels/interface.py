@@ -197,6 +197,3 @@ class Kernels(Protocol):
 
         `memory` gives zeros of a shape and dtype, in memory that is given back and taken again with the model's own.
         """
-
-    def pack(self, weight: Tensor) -> Tensor:
-        """A weight in the layout these kernels read, made at weight commit (identity for most)."""

@@ -131,9 +131,6 @@ class ReferenceKernels:
     def serve(self, model: ServedModel, kv_pool: Tensor, memory: object) -> None:
         return None
 
-    def pack(self, weight: Tensor) -> Tensor:
-        return weight
-
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pearl.engine.kernels.interface import Kernels
 from pearl.engine.models.config import ModelConfig
 from pearl.engine.models.params import ParamSpec, Shard, all_parts, param_specs
 from pearl.engine.weights.arrivals import Arrivals, Expected, NamedRows
@@ -47,7 +46,6 @@ class WeightStore:
         self,
         config: ModelConfig,
         params: Mapping[str, Tensor],
-        kernels: Kernels,
         shard: Shard | None = None,
         *,
         on_live: Callable[[], None] | None = None,
@@ -56,7 +54,7 @@ class WeightStore:
         wrong = [spec.name for spec in specs if spec.name not in params or tuple(params[spec.name].shape) != spec.shape]
         if wrong:
             raise ValueError(f"params: missing or mis-shaped: {listed(wrong)}")
-        self._config, self._params, self._kernels = config, params, kernels
+        self._config, self._params = config, params
         self._on_live = on_live or (lambda: None)
         self._whole = shard is None or shard.size == 1
         self._expected = Expected.of(config)
@@ -66,8 +64,7 @@ class WeightStore:
         self._in_place = self._adopts = False
         self._staged: dict[str, Tensor] = {}
         self._spare: dict[str, Tensor] = {}
-        self._plain = self._whole and all(kernels.pack(value) is value for value in params.values())
-        self._adopts_memory = self._plain and all(value.device.type == "cpu" for value in params.values())
+        self._adopts_memory = self._whole and all(value.device.type == "cpu" for value in params.values())
         self._adopted: list[Bundle] = []
         self._last_adopted: list[Bundle] = []
         self._bundles: dict[int, Bundle] = {}
@@ -96,7 +93,7 @@ class WeightStore:
 
         A tensor may also come as (name, some rows, number of the first), its rows in ascending order. With `adopt` the given
         memory itself is the staged copy: of the live dtype, known to be finite, and left alone until commit or discard (it is
-        copied all the same by a shard, on a GPU, and where kernels pack). ValueError names what is unknown, doubled, mis-shaped
+        copied all the same by a shard and on a GPU). ValueError names what is unknown, doubled, mis-shaped
         or not floating point, of a sequence all at once, and the first tensor that is (unless adopted) not finite after the
         conversion to the live dtype; then all that was staged is discarded. A live version is not touched.
         A tuple that is adopted again (the same object, its memory refilled) has passed the checks, and costs next to nothing.
@@ -172,15 +169,13 @@ class WeightStore:
     def declare(self, version: int) -> None:
         """What the owner has written to the live parameters is `version`."""
         self._open(version)
-        for name, live in self._params.items():
-            self._make_live(name, live)
         self._on_live()
         self._version = version
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Views of the live weights under their Hugging Face names. ValueError for a shard, or if kernels pack them."""
-        if not self._plain:
-            raise ValueError("hf_tensors: a shard, or packed weights, cannot be seen under Hugging Face names")
+        """Views of the live weights under their Hugging Face names. ValueError for a shard."""
+        if not self._whole:
+            raise ValueError("hf_tensors: a shard cannot be seen under Hugging Face names")
         return hf_tensors(self._config, self._params)
 
     def discard(self) -> None:
@@ -253,9 +248,9 @@ class WeightStore:
             torch._foreach_copy_(targets, [rows for bundle in self._adopted for _, rows, *_ in bundle.tensors])
 
     def _make_live(self, name: str, staged: Tensor) -> None:
-        live, packed = self._params[name], self._kernels.pack(staged)
-        if packed is not live:
-            live.copy_(packed)
+        live = self._params[name]
+        if staged is not live:
+            live.copy_(staged)
 
     def _different_double(self) -> str | None:
         for name, double in self._doubles.items():

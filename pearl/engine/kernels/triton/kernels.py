@@ -96,9 +96,6 @@ class TritonKernels:
     def serve(self, model: ServedModel, kv_pool: Tensor, memory: object) -> None:
         return None
 
-    def pack(self, weight: Tensor) -> Tensor:
-        return weight
-
 
 def unsupported(dtype: torch.dtype, model: ModelConfig, block_size: int) -> str | None:
     """What of a model these kernels are not made for, whatever the GPU."""
