@@ -16,9 +16,11 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 def test_the_code_of_the_roles_page_runs(tmp_path: Path) -> None:
     page = (EXAMPLES.parent / "docs" / "roles.md").read_text()
-    [code] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    whole, reading_along = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    made, loop = whole.split("prefill.add_request", 1)
     folder = hf_models.save(hf_models.dense(), tmp_path / "model")
     names = {name: getattr(pearl.engine, name) for name in ("Engine", "EngineConfig", "Role", "SamplingParams")}
+    code = f"{made}{reading_along}prefill.add_request{loop}"
     exec(compile(code, "docs/roles.md", "exec"), names | {"FOLDER": folder, "ids": hf_models.prompt(20)})
 
 

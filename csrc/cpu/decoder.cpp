@@ -1,6 +1,7 @@
 // The order of operations of a decoder. See decoder.h.
 #include "cpu/decoder.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <ctime>
@@ -15,6 +16,27 @@ namespace {
 constexpr std::int64_t kLine = 64;
 
 std::int64_t lines(std::int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+
+// Rows that pass through neighbouring operations together, so that what one writes is still in the cache for the next.
+constexpr std::int64_t kStripRows = 256;
+
+// each(Strip) over all rows, in strips of kStripRows or somewhat more.
+template <class F>
+void in_strips(std::int64_t rows, F&& each) {
+    const std::int64_t count = std::max<std::int64_t>(1, rows / kStripRows);
+    for (std::int64_t i = 0; i < count; ++i) {
+        const std::int64_t first = rows * i / count;
+        each(Strip{first, rows * (i + 1) / count - first});
+    }
+}
+
+const void* row(const void* base, std::int64_t index, std::int64_t stride_bytes) {
+    return base == nullptr ? nullptr : static_cast<const char*>(base) + index * stride_bytes;
+}
+
+void* row(void* base, std::int64_t index, std::int64_t stride_bytes) {
+    return base == nullptr ? nullptr : static_cast<char*>(base) + index * stride_bytes;
+}
 
 // A matrix [rows, columns], or a stack of `count` of them.
 struct Shape {
@@ -194,25 +216,29 @@ void Decoder::load(void* packed) {
 
 // ---------------------------------------------------------------------------------------------------- half layers
 
-void Decoder::norm(const DecoderStep& step, const void* added, const void* weight, void* out) {
+void Decoder::norm(const DecoderStep& step, Strip strip, const void* added, const void* weight, void* out) {
     const Timed timed(*this, Part::norm);
-    const Rows rows{step.tokens, sizes_.hidden, sizes_.dtype};
+    const std::int64_t bytes = sizes_.hidden * size_of(sizes_.dtype);
+    const Rows rows{strip.rows, sizes_.hidden, sizes_.dtype};
+    void* stream = row(step.stream, strip.first, bytes);
     if (added != nullptr)
-        add_rms_norm(rows, added, step.stream, weight, sizes_.eps, out);
+        add_rms_norm(rows, row(added, strip.first, bytes), stream, weight, sizes_.eps, out);
     else
-        rms_norm(rows, step.stream, weight, sizes_.eps, out);
+        rms_norm(rows, stream, weight, sizes_.eps, out);
 }
 
-const void* Decoder::project(const DecoderStep& step, const void* x, const Matrix& matrix, const void* bias, void* partial) {
+// x has the strip's rows alone.
+void Decoder::project(const DecoderStep& step, Strip strip, const void* x, const Matrix& matrix, const void* bias,
+                      void* partial) {
     const PackedMatrix& weight = matrix.packed[0];
-    GemmArguments product{x, step.tokens, weight.k, weight, partial == nullptr ? Epilogue::residual : Epilogue::none};
+    const std::int64_t bytes = sizes_.hidden * size_of(sizes_.dtype);
+    GemmArguments product{x, strip.rows, weight.k, weight, partial == nullptr ? Epilogue::residual : Epilogue::none};
     product.bias = bias;
-    product.residual = step.stream;
+    product.residual = row(step.stream, strip.first, bytes);
     product.residual_stride = sizes_.hidden;
-    product.y = partial == nullptr ? step.stream : partial;
+    product.y = row(partial == nullptr ? step.stream : partial, strip.first, bytes);
     product.y_stride = sizes_.hidden;
     gemm(product);
-    return partial;
 }
 
 // Queries and keys are normed and rotated where they lie in `qkv`; returns what all heads attended to, side by side.
@@ -242,43 +268,48 @@ const void* Decoder::attention_half(const DecoderStep& step, std::int64_t index,
     const Layer& layer = layers_[static_cast<std::size_t>(index)];
     const std::int64_t size = size_of(sizes_.dtype), all = layer.qkv.plain.shape[0];
     void* x = normed_.take(step.tokens * sizes_.hidden * size);
-    norm(step, added, layer.input_norm, x);
     void* qkv = qkv_.take(step.tokens * all * size);
-    {
+    in_strips(step.tokens, [&](Strip strip) {
+        norm(step, strip, added, layer.input_norm, x);
         const Timed timed(*this, Part::qkv);
-        GemmArguments product{x, step.tokens, sizes_.hidden, layer.qkv.packed[0]};
+        GemmArguments product{x, strip.rows, sizes_.hidden, layer.qkv.packed[0]};
         product.bias = layer.qkv_bias;
-        product.y = qkv;
+        product.y = row(qkv, strip.first, all * size);
         product.y_stride = all;
         gemm(product);
-    }
+    });
     const void* heads = attend(step, index, qkv);
     const Timed timed(*this, Part::attention_out);
-    return project(step, heads, layer.o, layer.o_bias, partial);
+    project(step, {0, step.tokens}, heads, layer.o, layer.o_bias, partial);
+    return partial;
 }
 
 const void* Decoder::mlp_half(const DecoderStep& step, std::int64_t index, const void* added, void* partial) {
     const Layer& layer = layers_[static_cast<std::size_t>(index)];
     const std::int64_t size = size_of(sizes_.dtype);
     void* x = normed_.take(step.tokens * sizes_.hidden * size);
-    norm(step, added, layer.post_norm, x);
     if (layer.has_experts) {
+        norm(step, {0, step.tokens}, added, layer.post_norm, x);
         void* y = partial == nullptr ? partial_.take(step.tokens * sizes_.hidden * size) : partial;
         mix_experts(step, layer, x, y);
         return y;
     }
     const std::int64_t width = layer.down.plain.shape[1];
     void* inner = inner_.take(step.tokens * width * size);
-    {
-        const Timed timed(*this, Part::gate_up);
-        GemmArguments product{x, step.tokens, sizes_.hidden, layer.gate_up.packed[0], Epilogue::silu_mul};
-        product.bias = layer.gate_up_bias;
-        product.y = inner;
-        product.y_stride = width;
-        gemm(product);
-    }
-    const Timed timed(*this, Part::down);
-    return project(step, inner, layer.down, layer.down_bias, partial);
+    in_strips(step.tokens, [&](Strip strip) {
+        norm(step, strip, added, layer.post_norm, x);
+        {
+            const Timed timed(*this, Part::gate_up);
+            GemmArguments product{x, strip.rows, sizes_.hidden, layer.gate_up.packed[0], Epilogue::silu_mul};
+            product.bias = layer.gate_up_bias;
+            product.y = inner;
+            product.y_stride = width;
+            gemm(product);
+        }
+        const Timed timed(*this, Part::down);
+        project(step, strip, inner, layer.down, layer.down_bias, partial);
+    });
+    return partial;
 }
 
 void Decoder::mix_experts(const DecoderStep& step, const Layer& layer, const void* x, void* y) {
@@ -309,7 +340,7 @@ void Decoder::forward(const DecoderStep& step, void* hidden) {
         added = attention_half(step, i, added, nullptr);
         added = mlp_half(step, i, added, nullptr);
     }
-    norm(step, added, last_norm_, hidden);
+    norm(step, {0, step.tokens}, added, last_norm_, hidden);
 }
 
 void Decoder::half(const DecoderStep& step, std::int64_t index, void* partial) {
@@ -321,7 +352,9 @@ void Decoder::half(const DecoderStep& step, std::int64_t index, void* partial) {
         mlp_half(step, index / 2, added, partial);
 }
 
-void Decoder::finish(const DecoderStep& step, const void* partial, void* hidden) { norm(step, partial, last_norm_, hidden); }
+void Decoder::finish(const DecoderStep& step, const void* partial, void* hidden) {
+    norm(step, {0, step.tokens}, partial, last_norm_, hidden);
+}
 
 void Decoder::logits(const void* hidden, std::int64_t rows, float* out) {
     check_loaded();

@@ -51,6 +51,11 @@ struct DecoderPool {
     std::int32_t block_size = 0;
 };
 
+// Some of a step's rows.
+struct Strip {
+    std::int64_t first, rows;
+};
+
 struct DecoderStep {
     std::int64_t tokens = 0;
     void* stream = nullptr;                   // [tokens, hidden]: embeddings to begin with; changed by every half layer
@@ -125,9 +130,9 @@ class Decoder {
 
     std::vector<Matrix*> matrices();
     void check_loaded() const;
-    void norm(const DecoderStep& step, const void* added, const void* weight, void* out);
+    void norm(const DecoderStep& step, Strip strip, const void* added, const void* weight, void* out);
     const void* attend(const DecoderStep& step, std::int64_t index, void* qkv);
-    const void* project(const DecoderStep& step, const void* x, const Matrix& matrix, const void* bias, void* partial);
+    void project(const DecoderStep& step, Strip strip, const void* x, const Matrix& matrix, const void* bias, void* partial);
     // Half layers. `added`: what is still to be added to the stream, or none. The result goes to `partial`, or without one
     // straight into the stream, if it can. Returns what is still to be added.
     const void* attention_half(const DecoderStep& step, std::int64_t index, const void* added, void* partial);

@@ -83,7 +83,8 @@ void register_apis(py::module_& m) {
         },
         py::arg("targets"), py::arg("sources"), py::arg("source"), py::arg("target"),
         "Copies each source to its target, converted; whether all is finite.");
-    m.def("converts", &converts, py::arg("source"), py::arg("target"), release(), "Whether such numbers can be converted here.");
+    m.def("converts", &converts, py::arg("source"), py::arg("target"), release(),
+          "Whether such numbers can be converted here.");
 }
 
 }  // namespace pearl::weights

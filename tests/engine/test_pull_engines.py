@@ -116,7 +116,7 @@ def test_an_instance_of_several_ranks_does_not_give_its_live_weights(folder: Pat
             return str(caught.value), server.stats.dropped
 
     words, dropped = led(folder, drive)
-    assert "instance: hf_tensors: a shard, or packed weights, cannot be seen under Hugging Face names" in words
+    assert "instance: hf_tensors: a shard cannot be seen under Hugging Face names" in words
     assert dropped == {}
 
 

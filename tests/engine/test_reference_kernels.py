@@ -322,7 +322,23 @@ def test_auto_says_what_it_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
             return "only on Sundays"
 
     monkeypatch.setitem(registry.KERNELS, "picky", Picky)
-    monkeypatch.setattr(registry, "PREFERENCE", ("picky", "reference"))
+    monkeypatch.setitem(registry.PREFERENCE, "cpu", ("picky", "reference"))
     kernels, why = registry.choose("auto", device=CPU, dtype=torch.float32, model=_model(), block_size=16)
     assert kernels.name == "reference"
     assert "picky: only on Sundays" in why
+
+
+def test_auto_on_a_gpu_takes_triton_and_says_why_if_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU here only what is chosen is looked at: Triton where it imports and serves, else the reference."""
+
+    class Serving(ReferenceKernels):
+        name = "triton"
+
+    def missing() -> ReferenceKernels:
+        raise ImportError("No module named 'triton'")
+
+    gpu = torch.device("cuda", 0)
+    for made, chosen, said in ((Serving, "triton", "triton (auto, cuda"), (missing, "reference", "No module named 'triton'")):
+        monkeypatch.setitem(registry.KERNELS, "triton", made)
+        kernels, why = registry.choose("auto", device=gpu, dtype=torch.bfloat16, model=_model(), block_size=16)
+        assert (kernels.name, said in why) == (chosen, True)
