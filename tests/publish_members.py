@@ -171,8 +171,7 @@ class ServingMember(Member):
         return {"error": None}
 
     def digest(self) -> str:
-        params = {name: tensor.detach() for name, tensor in self.engine._decoder.named_parameters()}
-        return digest(hf_tensors(self.engine.model_config, params))
+        return digest(self.engine.named_hf_tensors())
 
 
 def digest(named: Any) -> str:

@@ -48,11 +48,11 @@ Decoder* make(const std::string& dtype, std::int64_t hidden, std::int64_t layers
     return new Decoder(sizes, plain, rope, {pointer<void>(pool.first), shape[2], static_cast<std::int32_t>(shape[4])});
 }
 
-void load(Decoder& decoder, std::uintptr_t packed, std::int64_t bytes) {
+void load(Decoder& decoder, std::uintptr_t packed, std::int64_t bytes, bool release) {
     if (packed == 0 || packed % kAlignment != 0) refuse("packed: must be the address of memory aligned to 64 bytes");
     const auto needed = static_cast<std::int64_t>(decoder.packed_bytes());
     if (bytes < needed) refuse("packed: has " + std::to_string(bytes) + " bytes, must have " + std::to_string(needed));
-    decoder.load(pointer<void>(packed));
+    decoder.load(pointer<void>(packed), release);
 }
 
 template <class T>
@@ -119,7 +119,9 @@ void register_step(py::module_& m) {
              py::arg("top_k"), py::arg("normalise"), py::arg("first_expert"), py::arg("adds_bias"), py::arg("parameters"),
              py::arg("cos"), py::arg("sin"), py::arg("pool"))
         .def_property_readonly("packed_bytes", &Decoder::packed_bytes)
-        .def("load", &load, py::arg("packed"), py::arg("bytes"), release(), "Packs the matrices; after every change of them.")
+        .def("load", &load, py::arg("packed"), py::arg("bytes"), py::arg("release") = false, release(),
+             "Packs the matrices; after every change of them. `release`: their plain memory is given back until `restore`.")
+        .def("restore", &Decoder::restore, release(), "Writes the plain matrices again, if they were given back.")
         .def("step", &checked, py::arg("stream"), py::arg("positions"), py::arg("slot_mapping"), py::arg("query_starts"),
              py::arg("context_lens"), py::arg("block_tables"), py::arg("layer_word") = 0, py::arg("layer_base") = 0)
         .def(

@@ -1,6 +1,11 @@
 // The order of operations of a decoder. See decoder.h.
 #include "cpu/decoder.h"
 
+#ifdef __linux__
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -93,6 +98,17 @@ class Reader {
     const std::map<std::string, Parameter>& parameters_;
 };
 
+// The whole pages of private memory, which are zeros when they are touched again. Elsewhere than on Linux it stays.
+void give_back(const void* data, std::int64_t bytes) {
+#ifdef __linux__
+    const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE)), address = reinterpret_cast<std::uintptr_t>(data);
+    const std::uintptr_t first = (address + page - 1) / page * page, end = (address + static_cast<std::uintptr_t>(bytes)) / page * page;
+    if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
+#else
+    (void)data, (void)bytes;
+#endif
+}
+
 }  // namespace
 
 const char* name(Part part) {
@@ -177,8 +193,8 @@ Decoder::Decoder(const DecoderSizes& sizes, const std::map<std::string, Paramete
         layers_.push_back(std::move(layer));
     }
     last_norm_ = reader.vector("norm.weight", hidden);
-    const char* head = reader.has("lm_head.weight") ? "lm_head.weight" : "embed.weight";
-    head_.plain = reader.take(head, {sizes.vocabulary, hidden});
+    tied_ = !reader.has("lm_head.weight");
+    head_.plain = reader.take(tied_ ? "embed.weight" : "lm_head.weight", {sizes.vocabulary, hidden});
 }
 
 std::vector<Decoder::Matrix*> Decoder::matrices() {
@@ -199,8 +215,9 @@ std::size_t Decoder::packed_bytes() {
     return static_cast<std::size_t>(bytes);
 }
 
-void Decoder::load(void* packed) {
+void Decoder::load(void* packed, bool release) {
     char* next = static_cast<char*>(packed);
+    released_ = release;
     for (Matrix* matrix : matrices()) {
         const Shape shape(matrix->plain);
         const std::int64_t plain_bytes = shape.rows * shape.columns * size_of(sizes_.dtype);
@@ -211,7 +228,21 @@ void Decoder::load(void* packed) {
                 pack(plain, shape.columns, shape.rows, shape.columns, sizes_.dtype, matrix->halves, next);
             matrix->packed.push_back(packed_matrix);
         }
+        if (release && !is_embedding(*matrix)) give_back(matrix->plain.data, shape.count * plain_bytes);
     }
+}
+
+void Decoder::restore() {
+    if (!released_) return;
+    for (Matrix* matrix : matrices()) {
+        if (is_embedding(*matrix)) continue;
+        char* plain = static_cast<char*>(const_cast<void*>(matrix->plain.data));
+        for (const PackedMatrix& packed : matrix->packed) {
+            unpack(packed, plain);
+            plain += packed.n * packed.k * size_of(sizes_.dtype);
+        }
+    }
+    released_ = false;
 }
 
 // ---------------------------------------------------------------------------------------------------- half layers

@@ -98,7 +98,10 @@ class Decoder {
 
     // Bytes that `load` packs the matrices into: `packed`, aligned to 64 bytes, which must stay.
     std::size_t packed_bytes();
-    void load(void* packed);
+    // With `release` the plain matrices' memory goes back to the system, each as soon as it is packed: they read as zeros then,
+    // until `restore`, or until a new version is written over them. The embedding stays, and so does what is not a matrix.
+    void load(void* packed, bool release);
+    void restore();
 
     // One rank alone: all layers and the last norm. `hidden` [tokens, hidden] may not be the stream.
     void forward(const DecoderStep& step, void* hidden);
@@ -129,6 +132,7 @@ class Decoder {
     class Timed;
 
     std::vector<Matrix*> matrices();
+    bool is_embedding(const Matrix& matrix) const { return tied_ && &matrix == &head_; }
     void check_loaded() const;
     void norm(const DecoderStep& step, Strip strip, const void* added, const void* weight, void* out);
     const void* attend(const DecoderStep& step, std::int64_t index, void* qkv);
@@ -145,6 +149,7 @@ class Decoder {
     std::vector<Layer> layers_;
     const void* last_norm_ = nullptr;
     Matrix head_;
+    bool tied_ = false, released_ = false;
     Buffer normed_, qkv_, attended_, inner_, partial_, expert_scratch_;
     std::array<std::int64_t, kParts> spent_{};
     bool timed_ = false;

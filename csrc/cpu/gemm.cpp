@@ -2,6 +2,7 @@
 #include "cpu/gemm.h"
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "cpu/table.h"
@@ -53,6 +54,23 @@ PackedMatrix pack(const void* weight, std::int64_t stride, std::int64_t n, std::
         kernels().gemm.pack(weight, stride, packed, dst, all * chunk / chunks, all * (chunk + 1) / chunks);
     });
     return packed;
+}
+
+void unpack(const PackedMatrix& packed, void* weight) {
+    // A step of one row is 4 bytes: a pair of bf16, whose second number may be padding, or one fp32.
+    const std::int64_t size = size_of(packed.dtype), elements = 4 / size, steps = blocks(packed.k, elements);
+    const std::int64_t parts = packed.halves ? 2 : 1, columns = packed.n / parts, all = groups(packed);
+    parallel(all * parts, [&](std::int64_t index) {
+        const std::int64_t group = index / parts, first = index % parts * columns + group * kPanel;
+        const char* panel = static_cast<const char*>(packed.data) + index * steps * kPanel * 4;
+        for (std::int64_t i = 0; i < std::min(kPanel, columns - group * kPanel); ++i) {
+            char* row = static_cast<char*>(weight) + (first + i) * packed.k * size;
+            for (std::int64_t s = 0; s < steps; ++s) {
+                const std::int64_t bytes = std::min(elements, packed.k - s * elements) * size;
+                std::memcpy(row + s * 4, panel + (s * kPanel + i) * 4, static_cast<std::size_t>(bytes));
+            }
+        }
+    });
 }
 
 void gemm(const GemmArguments& a) {

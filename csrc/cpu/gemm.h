@@ -29,6 +29,9 @@ std::size_t packed_bytes(std::int64_t n, std::int64_t k, DType dtype, bool halve
 // Packs the row-major weight [n, k], rows `stride` elements apart. `dst` is 64-byte aligned.
 PackedMatrix pack(const void* weight, std::int64_t stride, std::int64_t n, std::int64_t k, DType dtype, bool halves, void* dst);
 
+// The way back, bit for bit: writes the row-major weight [n, k].
+void unpack(const PackedMatrix& packed, void* weight);
+
 enum class Epilogue : std::int32_t {
     none,      // y [rows, n] in the dtype of the weights
     residual,  // y = residual + x W^T; y may be the residual itself

@@ -17,6 +17,7 @@ from pearl.config import EngineConfig
 from pearl.engine.arena import Arena
 from pearl.engine.comm.agreement import agreed, least
 from pearl.engine.comm.communicator import Communicator
+from pearl.engine.cuda_graph import GRAPHED, DecodeGraphs, cuda_capture
 from pearl.engine.kernels.interface import Kernels
 from pearl.engine.kernels.registry import choose
 from pearl.engine.kv_cache import allocate_pool, available_memory, plan_num_blocks
@@ -97,18 +98,35 @@ def assemble(config: EngineConfig, comm: Communicator | None = None) -> Parts:
         choice.local, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, memory=kv_memory, fill=config.kv_fill
     )
     served = kernels.serve(decoder.served_model(), pool, weight_memory.zeros)
-    on_live = None if served is None else served.load
+    on_live, on_read = (None, None) if served is None else (served.load, served.restore)
+    runner = ModelRunner(decoder, kernels, pool, block_size=config.block_size, served=served)
+    runner.graphs = _graphs(config, choice, runner)
     return Parts(
         model=model,
         decoder=decoder,
-        runner=ModelRunner(decoder, kernels, pool, block_size=config.block_size, served=served),
-        store=WeightStore(model, dict(decoder.named_parameters()), choice.shard, on_live=on_live),
+        runner=runner,
+        store=WeightStore(model, dict(decoder.named_parameters()), choice.shard, on_live=on_live, on_read=on_read),
         weight_memory=weight_memory,
         kv_memory=kv_memory,
         num_blocks=num_blocks,
         max_model_len=choice.max_model_len,
         tokenizer_folder=_tokenizer_folder(config),
         why=choice.why,
+    )
+
+
+def _graphs(config: EngineConfig, choice: Choice, runner: ModelRunner) -> DecodeGraphs | None:
+    """For kernels that can be captured, on one GPU: what ranks exchange within a step is not captured."""
+    wanted = config.cuda_graphs and config.tensor_parallel == 1
+    if not wanted or choice.device.type != "cuda" or choice.kernels.name not in GRAPHED:
+        return None
+    return DecodeGraphs(
+        runner.operations,
+        cuda_capture(choice.device),
+        device=choice.device,
+        max_rows=config.max_num_seqs,
+        max_context=choice.max_model_len,
+        width=-(-choice.max_model_len // config.block_size) + 1,
     )
 
 

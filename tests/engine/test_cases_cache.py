@@ -289,7 +289,7 @@ def test_a_step_that_raises_has_not_happened(folder: Path) -> None:
     prompts = [hf_models.prompt(length, seed=length) for length in (5, 9, 13)]
     ids = [engine.add_request(prompt, greedy(8, prompt_logprobs=True)) for prompt in prompts]
     gone = engine.add_request([1, 2, 3], greedy(8))
-    whole, done, raised = engine._runner.execute, {}, 0
+    whole, done, raised = engine._runner.launch, {}, 0
 
     def failing(*_, **__) -> None:
         raise KeyboardInterrupt
@@ -300,10 +300,10 @@ def test_a_step_that_raises_has_not_happened(folder: Path) -> None:
         if step == 4:
             assert engine.abort(gone)
         if step % 3 == 1:
-            engine._runner.execute = failing
+            engine._runner.launch = failing
             with pytest.raises(KeyboardInterrupt):
                 engine.step()
-            engine._runner.execute = whole
+            engine._runner.launch = whole
             raised += 1
         else:
             done |= {completion.request_id: completion for completion in engine.step()}

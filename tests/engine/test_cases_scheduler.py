@@ -255,7 +255,7 @@ def test_conversations_that_are_none_are_refused(llm: LLM, messages: Any, words:
 
 def test_an_interrupted_call_leaves_the_engine_usable(llm: LLM) -> None:
     expected = [c.token_ids for c in llm.generate(["ab", "c"], greedy(6))]
-    whole, calls = llm.engine._runner.execute, 0
+    whole, calls = llm.engine._runner.launch, 0
 
     def interrupted(*args: Any, **fields: Any) -> Any:
         nonlocal calls
@@ -264,7 +264,7 @@ def test_an_interrupted_call_leaves_the_engine_usable(llm: LLM) -> None:
             raise KeyboardInterrupt
         return whole(*args, **fields)
 
-    llm.engine._runner.execute = interrupted  # type: ignore[method-assign]
+    llm.engine._runner.launch = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["ab", "c"], SamplingParams(temperature=0.0, max_tokens=6, n=2))
     assert not llm.engine.has_unfinished()
@@ -278,13 +278,13 @@ def test_an_interrupted_call_leaves_the_engine_usable(llm: LLM) -> None:
 def test_log_probs_of_a_16_bit_model_come_from_an_fp32_head(tmp_path: Path) -> None:
     engine = make(hf_models.save(model(), tmp_path), dtype="bfloat16", kv_fill=None)
     rows: list[torch.Tensor] = []
-    whole = engine._runner.draw
+    whole = engine._runner.queue_draw
 
     def watched(batch: Any, hidden_TD: torch.Tensor) -> Any:
         rows.append(hidden_TD[batch.sample_rows].clone())
         return whole(batch, hidden_TD)
 
-    engine._runner.draw = watched  # type: ignore[method-assign]
+    engine._runner.queue_draw = watched  # type: ignore[method-assign]
     completion = one(engine, hf_models.prompt(9), SamplingParams(seed=1, max_tokens=8, logprobs=128))
     head = model().lm_head.weight.detach().to(torch.bfloat16)
     for hidden_1D, best in zip(rows, completion.top_logprobs or [], strict=True):

@@ -70,7 +70,7 @@ def test_addresses_and_tables_stay_and_the_pool_is_poisoned_again(folder: Path) 
         engine.sleep(weights)
         pool = engine._runner.kv_pool
         assert not pool.any()  # given back: it reads as zeros, neither NaN nor old KV
-        kept = all(bool(parameter.any()) for parameter in engine._decoder.parameters())
+        kept = all(bool(tensor.any()) for _, tensor in engine.named_hf_tensors())
         assert kept is (weights == "keep")
         engine.wake()
         assert bool(pool.isnan().all())

@@ -126,7 +126,7 @@ def test_what_a_switch_refuses_or_fails_at_leaves_the_old_role(folder: Path, mon
         pair.p.switch_role(Role.PREFILL, "finish")
     pair.p.resume()
     assert pair.p.stats() == before
-    execute, calls = pair.p._runner.execute, []
+    execute, calls = pair.p._runner.launch, []
 
     def failing(*arguments, **options):
         calls.append(1)
@@ -134,7 +134,7 @@ def test_what_a_switch_refuses_or_fails_at_leaves_the_old_role(folder: Path, mon
             raise MemoryError("as told")
         return execute(*arguments, **options)
 
-    monkeypatch.setattr(pair.p._runner, "execute", failing)
+    monkeypatch.setattr(pair.p._runner, "launch", failing)
     with pytest.raises(MemoryError, match="as told"):
         pair.p.switch_role(Role.PREFILL, "finish")
     assert pair.p.stats().role is Role.MIXED and pair.p.stats().epoch == before.epoch

@@ -339,8 +339,9 @@ def test_every_way_in_tells_whoever_packs_the_weights(way: str) -> None:
     plain = {name: value.clone() for name, value in params.items()}
     seen: list[int] = []
 
-    def look() -> None:
+    def look(first: bool) -> None:
         assert all(torch.equal(params[name], value) for name, value in plain.items())
+        assert first is not bool(seen)
         seen.append(store.version)
 
     store = WeightStore(config, params, on_live=look)

@@ -157,7 +157,7 @@ class CpuKernels(ReferenceKernels):
 
 
 class CpuDecoder:
-    """Implements `interface.ServedDecoder`: matrices packed beside the plain parameters, which stay what everybody reads."""
+    """Implements `interface.ServedDecoder`: matrices packed into memory of their own."""
 
     def __init__(
         self,
@@ -193,9 +193,12 @@ class CpuDecoder:
         )
         self._packed = memory((self._native.packed_bytes,), torch.uint8)
 
-    def load(self) -> None:
+    def load(self, release: bool = False) -> None:
         self._cpu.set_threads(torch.get_num_threads())
-        self._native.load(self._packed.data_ptr(), self._packed.nbytes)
+        self._native.load(self._packed.data_ptr(), self._packed.nbytes, release)
+
+    def restore(self) -> None:
+        self._native.restore()
 
     def forward(
         self,

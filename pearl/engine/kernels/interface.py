@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -75,8 +75,15 @@ class LayerMark(NamedTuple):
 class ServedDecoder(Protocol):
     """A decoder's steps over one pool, from weights in an order of the kernels' own, without a call for every operation."""
 
-    def load(self) -> None:
-        """Reads the parameters again: a new version of the weights is in them. Nothing is served before the first call."""
+    def load(self, release: bool = False) -> None:
+        """Reads the parameters again: a new version of the weights is in them. Nothing is served before the first call.
+
+        `release`: the memory of what was packed may be given back; it then reads as zeros until `restore`, or until it is
+        written again.
+        """
+
+    def restore(self) -> None:
+        """Fills the parameters again whose memory `load` gave back."""
 
     def forward(
         self,
@@ -122,6 +129,14 @@ class Drawn(NamedTuple):
 Draw = Callable[[Tensor, Tensor, DrawRows], Drawn]
 """(scores_SV, logits_SV, rows): a token per row of the fp32 scores, which are the logits after penalties and masks, as
 `sampler.py` describes it. A row's error is "not_finite" where its logits are not."""
+
+
+@runtime_checkable
+class QueuesDraws(Protocol):
+    """Kernels that can draw without waiting for their device."""
+
+    def queue_draw(self, scores_SV: Tensor, logits_SV: Tensor, rows: DrawRows) -> tuple[Tensor, Callable[[], Drawn]]:
+        """As `Draw`, but gives the ids on the device (int64, void where a row has an error), and what waits for the rest."""
 
 
 class Kernels(Protocol):

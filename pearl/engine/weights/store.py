@@ -39,7 +39,8 @@ class Bundle:
 class WeightStore:
     """Live parameters `params` (ParamSpec name -> tensor) of the model, or of one `shard` of it. Not thread-safe.
 
-    `on_live` is called whenever a new version is in them, before the version says so.
+    `on_live(first)` is called whenever a new version is in them, before the version says so; `first`: none was before.
+    `on_read` is called before live parameters are read: whoever took their memory away after `on_live` must fill it again.
     """
 
     def __init__(
@@ -48,14 +49,15 @@ class WeightStore:
         params: Mapping[str, Tensor],
         shard: Shard | None = None,
         *,
-        on_live: Callable[[], None] | None = None,
+        on_live: Callable[[bool], None] | None = None,
+        on_read: Callable[[], None] | None = None,
     ) -> None:
         specs = param_specs(config, shard)
         wrong = [spec.name for spec in specs if spec.name not in params or tuple(params[spec.name].shape) != spec.shape]
         if wrong:
             raise ValueError(f"params: missing or mis-shaped: {listed(wrong)}")
         self._config, self._params = config, params
-        self._on_live = on_live or (lambda: None)
+        self._on_live, self._on_read, self._first = on_live, on_read, True
         self._whole = shard is None or shard.size == 1
         self._expected = Expected.of(config)
         self._places = {part.hf_name: (spec, part) for spec in specs for part in all_parts(spec)}
@@ -123,7 +125,7 @@ class WeightStore:
         self._write_adopted()
         for name, staged in self._staged.items():
             self._make_live(name, staged)
-        self._on_live()
+        self._tell_live()
         kept = {} if self._in_place else self._staged
         self._bundles = {id(bundle.tensors): bundle for bundle in (*self._last_adopted, *self._adopted)}
         self._last_adopted = self._adopted
@@ -169,13 +171,15 @@ class WeightStore:
     def declare(self, version: int) -> None:
         """What the owner has written to the live parameters is `version`."""
         self._open(version)
-        self._on_live()
+        self._tell_live()
         self._version = version
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Views of the live weights under their Hugging Face names. ValueError for a shard."""
         if not self._whole:
             raise ValueError("hf_tensors: a shard cannot be seen under Hugging Face names")
+        if self._on_read is not None:
+            self._on_read()
         return hf_tensors(self._config, self._params)
 
     def discard(self) -> None:
@@ -246,6 +250,11 @@ class WeightStore:
         targets = [target for bundle in self._adopted for target in bundle.targets]
         if targets:
             torch._foreach_copy_(targets, [rows for bundle in self._adopted for _, rows, *_ in bundle.tensors])
+
+    def _tell_live(self) -> None:
+        if self._on_live is not None:
+            self._on_live(self._first)
+        self._first = False
 
     def _make_live(self, name: str, staged: Tensor) -> None:
         live = self._params[name]
