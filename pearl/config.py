@@ -17,6 +17,7 @@ from pearl.field_checks import one_of as one_of
 from pearl.protocol import Role, SamplingParams
 from pearl.training_options import AlgorithmOptions as AlgorithmOptions
 from pearl.training_options import TrainerOptions as TrainerOptions
+from pearl.training_options import check_layers
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -31,6 +32,8 @@ class EngineConfig:
     `model` is a Hugging Face folder or a ModelConfig. `num_blocks=None` sizes the pool from memory (`kv_memory_fraction` of
     what is free). `kv_fill` poisons the pool in tests (nan). `load_format="dummy"` gives random weights.
     `transfer_deadline_s`: seconds for which a request that moves to or from another engine is waited for.
+    `cuda_graphs`: decode steps are captured once and replayed, on GPUs and by kernels where that works. `overlap`: the next
+    step is decided and queued while the device runs the last one, so that tokens are told a step later.
     """
 
     model: Any = None
@@ -51,6 +54,8 @@ class EngineConfig:
     tensor_parallel: int = 1
     seed: int = 0
     deterministic: bool = False
+    cuda_graphs: bool = True
+    overlap: bool = False
     load_format: Literal["auto", "dummy"] = "auto"
 
     def __post_init__(self) -> None:
@@ -61,6 +66,8 @@ class EngineConfig:
         one_of("engine.load_format", self.load_format, ("auto", "dummy"))
         if self.deterministic is not False:
             raise ValueError(f"engine.deterministic={self.deterministic!r}: must be False, equal bits are not promised yet")
+        if self.overlap and self.tensor_parallel > 1:
+            raise ValueError(f"engine.overlap={self.overlap}: must be False with tensor_parallel={self.tensor_parallel}")
         if self.num_blocks is not None:
             at_least(self, "engine", 1, "num_blocks", whole=True)
         if self.max_model_len is not None:
@@ -305,6 +312,7 @@ def _check_fresh_model(c: Config) -> None:
     if m.head_dim % 2:
         raise ValueError(f"model.head_dim={m.head_dim}: must be even (rotary embedding pairs), e.g. {m.head_dim + 1}")
     check_lengths(c, m.max_position, "model.max_position")
+    check_layers(c.trainer, m.num_layers, "model.num_layers")
 
 
 def check_lengths(config: Config, max_position: int, source: str) -> None:

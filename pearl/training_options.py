@@ -12,7 +12,7 @@ from typing import Literal
 
 from pearl.field_checks import above_zero, at_least, one_of, within
 
-ALGORITHMS = ("grpo", "rloo", "reinforce++", "ppo", "gspo", "cispo")
+ALGORITHMS = ("grpo", "dapo", "rloo", "reinforce++", "ppo", "gspo", "cispo")
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed")
 
 
@@ -23,6 +23,7 @@ class AlgorithmOptions:
     Ratios are clipped to [1-clip_low, 1+clip_high]; with `dual_clip` (> 1), a bad action's term goes no lower than that many
     advantages. `normalize_std`: advantages are divided by their standard deviation. `aggregation` of token losses over an
     optimizer update: their mean, the mean of the sequences' means, of their sums, or of their sums over `loss_divisor` tokens.
+    `filter_zero_variance`: groups whose members all got the same reward are replaced by others (dynamic sampling).
 
     KL to the reference: in the loss or taken off the rewards, `exact` (over the vocabulary) or an estimator of the sampled
     token, never clamped. `importance_*`: tokens of an older policy (`importance_of="all"`: all tokens) are weighted by their
@@ -33,13 +34,14 @@ class AlgorithmOptions:
     learning rate (None: the policy's).
     """
 
-    name: Literal["grpo", "rloo", "reinforce++", "ppo", "gspo", "cispo"] = "grpo"
+    name: Literal["grpo", "dapo", "rloo", "reinforce++", "ppo", "gspo", "cispo"] = "grpo"
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None
     normalize_std: bool = True
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "fixed"] | None = None
     loss_divisor: int | None = None
+    filter_zero_variance: bool | None = None
     importance_cap: float = 1.0
     importance_level: Literal["token", "sequence"] = "token"
     importance_rule: Literal["truncate", "mask"] = "truncate"
@@ -71,6 +73,10 @@ class AlgorithmOptions:
             )
         if self.loss_divisor is not None:
             at_least(self, "algorithm", 1, "loss_divisor", whole=True)
+        if self.filter_zero_variance and self.name in ("ppo", "reinforce++"):
+            raise ValueError(
+                f"algorithm.filter_zero_variance=True: name={self.name} learns from equal rewards too, must be false"
+            )
         within(self, "algorithm", 0, 1, "gamma", "gae_lambda")
         if self.critic_lr is not None:
             above_zero(self, "algorithm", "critic_lr")
@@ -86,19 +92,29 @@ class AlgorithmOptions:
         one_of("algorithm.gae_level", self.gae_level, ("token", "turn"))
 
 
+def check_layers(trainer: TrainerOptions, num_layers: int, source: str) -> None:
+    """ValueError if more layers are to be trained than the model (`source` says its number) has."""
+    if trainer.train_layers is not None and trainer.train_layers > num_layers:
+        most = f"must be at most {source}={num_layers}, or none for the whole model"
+        raise ValueError(f"trainer.train_layers={trainer.train_layers}: {most}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerOptions:
     """How a training rank computes. `train_layers`: only the last so many layers and the final norm are trained (None: all).
 
-    `checkpoint_layers` keeps only the layers' inputs for the backward pass and computes the rest again. Log-probs are made of
-    `logits_rows` tokens' logits at a time.
+    With `compute_dtype` bfloat16, matrix products and attention are in bf16; weights, gradients, optimizer, norms, residuals
+    and log-probs stay in fp32. `checkpoint_layers` keeps only the layers' inputs for the backward pass and computes the rest
+    again. Log-probs are made of `logits_rows` tokens' logits at a time.
     """
 
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
     train_layers: int | None = None
     checkpoint_layers: bool = False
     logits_rows: int = 1024
 
     def __post_init__(self) -> None:
+        one_of("trainer.compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
         at_least(self, "trainer", 1, "logits_rows", whole=True)
         if self.train_layers is not None:
             at_least(self, "trainer", 1, "train_layers", whole=True)

@@ -8,12 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from pearl.config import AlgorithmOptions, Config, OptimizerOptions
+from pearl.config import AlgorithmOptions, Config, OptimizerOptions, TrainerOptions
 from pearl.protocol import PackingPlan, TrainSequence, TrainStep
 
 VOCAB = 40
 UNCLIPPED = 1e9
 ALGORITHM = AlgorithmOptions(kl_coef=0.3, entropy_coef=0.02)
+
+
+ACTOR_CRITIC = {
+    "algorithm": AlgorithmOptions(
+        name="ppo", gae_level="turn", kl_coef=0.2, kl_in="reward", importance_level="sequence", importance_cap=2.0
+    ),
+    "trainer": TrainerOptions(train_layers=1, checkpoint_layers=True, logits_rows=3),
+}
+"""Settings with everything that ranks must agree on: a critic, rewards with KL in them, frozen and recomputed layers."""
 
 
 def folder(path: Path, **changes: Any) -> Path:

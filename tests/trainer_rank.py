@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from trainer_cases import config, folder
+from trainer_cases import ACTOR_CRITIC, config, folder
 
 from pearl.engine.comm.communicator import GroupCommunicator
 from pearl.protocol import TrainStep
@@ -46,6 +46,7 @@ def run(place: Path, own: Path, comm: GroupCommunicator) -> None:
         trainer.set_reference()
         results[str(dtype)] = after(trainer, [trainer.train_step(step) for step in steps["equal"]])
         results[f"rows {dtype}"] = {name: tuple(own_rows(p)[1].shape) for name, p in trainer.decoder.named_parameters()}
+    results["actor-critic"] = actor_critic(place, comm, steps["equal"])
     results["refused"] = refused(trainer, steps["refused"])
     trainer.save(own / "exported")
     results["exported"] = weights(trainer)
@@ -68,6 +69,19 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 def after(trainer: Trainer, metrics: list[dict]) -> dict[str, Any]:
     parameters = trainer.decoder.named_parameters()
     return {"metrics": metrics, "weights": weights(trainer), "gradients": {n: whole(p.grad).clone() for n, p in parameters}}
+
+
+def actor_critic(place: Path, comm: GroupCommunicator, steps: list[TrainStep]) -> dict[str, Any]:
+    trainer = Trainer(place / "model", config(**ACTOR_CRITIC), comm=comm, dtype=torch.float64)
+    trainer.set_reference()
+    metrics = []
+    for step in steps:
+        metrics.append(trainer.train_step(step))
+        assert trainer.sleep() > 0
+        trainer.wake()
+    assert trainer._critic is not None
+    named = [*trainer.decoder.named_parameters(), *((f"critic.{n}", p) for n, p in trainer._critic.named_parameters())]
+    return {"metrics": metrics, "weights": {name: whole(parameter).clone() for name, parameter in named}}
 
 
 def refused(trainer: Trainer, steps: Iterable[TrainStep]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Advantages of siblings: how much better a trajectory did than the others that started from the same state.
 
-Owns one formula. It does not know tokens, tensors or models.
+Owns two formulae. It does not know tokens, tensors or models.
 Invariant: a group whose rewards are all equal (a group of one too) has advantages of exactly 0.0, never a quotient of
 rounding errors, so that its policy gradient is exactly zero.
 """
@@ -8,6 +8,7 @@ rounding errors, so that its policy gradient is exactly zero.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 EPSILON = 1e-6
 """Added to the standard deviation, so that rewards that differ in their last bits only have negligible advantages."""
@@ -21,6 +22,20 @@ def group_advantages(rewards: list[float], groups: list[int], *, normalize_std: 
     up groups that are nearly decided (Liu et al. 2025, Dr. GRPO). `groups[i]` is the group of trajectory i; a group may
     have any number of members, in any order. ValueError for lists of unequal length and for a reward that is not finite.
     """
+    return _by_group(rewards, groups, lambda members: _normalized(members, normalize_std))
+
+
+def leave_one_out_advantages(rewards: list[float], groups: list[int]) -> list[float]:
+    """Each reward less the mean of the others of its group (RLOO, Ahmadian et al. 2024); arguments as above."""
+
+    def baseline(members: list[float]) -> list[float]:
+        scale = len(members) / max(1, len(members) - 1)
+        return [scale * value for value in _normalized(members, False)]
+
+    return _by_group(rewards, groups, baseline)
+
+
+def _by_group(rewards: list[float], groups: list[int], estimate: Callable[[list[float]], list[float]]) -> list[float]:
     if len(rewards) != len(groups):
         raise ValueError(f"groups has {len(groups)} entries: must have one per reward, {len(rewards)}")
     for index, reward in enumerate(rewards):
@@ -31,8 +46,7 @@ def group_advantages(rewards: list[float], groups: list[int], *, normalize_std: 
         members.setdefault(group, []).append(index)
     advantages = [0.0] * len(rewards)
     for indices in members.values():
-        values = _normalized([float(rewards[index]) for index in indices], normalize_std)
-        for index, value in zip(indices, values, strict=True):
+        for index, value in zip(indices, estimate([float(rewards[index]) for index in indices]), strict=True):
             advantages[index] = value
     return advantages
 

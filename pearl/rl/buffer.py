@@ -152,6 +152,10 @@ class Buffer:
         self.dropped[cause] += len(group.trajectories) + (len(entry.running) if entry else 0)
         self.dropped_groups += 1
 
+    def is_flat(self, group_id: int) -> bool:
+        """Whether a complete group's members all got the same reward."""
+        return len({member.reward for member in self._ready[group_id].trajectories}) == 1
+
     def drop_running(self, cause: str) -> int:
         """Gives up every group that is not complete (the job stops); returns how many trajectories that cost."""
         before = self.dropped.total()

@@ -51,7 +51,8 @@ class Job:
 def planned(arguments: argparse.Namespace, world: int, *, try_prompt: bool = False) -> Job:
     """The job of a command line, checked as far as it can be without starting anything. ValueError says what is wrong.
 
-    With `try_prompt` an environment is made, to see whether its first prompt fits.
+    With `try_prompt` an environment is made, to see whether its first prompt fits. With `--print` it does not matter what
+    this machine has: the configuration of a job for another one can be looked at anywhere.
     """
     point = None
     if arguments.resume is not None:
@@ -62,7 +63,7 @@ def planned(arguments: argparse.Namespace, world: int, *, try_prompt: bool = Fal
     config = configuration.resolve(override(base, arguments.set), world)
     if point:
         check_settings(point, config)
-    preflight.check(config, new_run=point is None)
+    preflight.check(config, new_run=point is None, machine=not arguments.print)
     notice = preflight.check_prompt(config) if try_prompt else ""
     return Job(config=config, layout=JobLayout.of(config, world), resume=point, notice=notice)
 
@@ -88,7 +89,10 @@ def run(argv: list[str]) -> int:
     """`pearl run`: becomes the launcher, or returns an exit code."""
     options = parser("pearl run")
     options.add_argument("--nproc", type=int, default=1, metavar="W", help="ranks (processes) on this machine, default 1")
+    options.add_argument("--list", action="store_true", help="list the recipes and end")
     arguments = options.parse_args(argv)
+    if arguments.list:
+        return _printed(recipes.listed())
     try:
         if arguments.nproc < 1:
             raise ValueError(f"--nproc {arguments.nproc}: must be >= 1")
@@ -117,8 +121,12 @@ def rank_arguments(arguments: argparse.Namespace) -> list[str]:
 
 def print_config(config: Config) -> int:
     """Every setting on standard output; the exit code, which is not 0 if its reader has gone (`| head`)."""
+    return _printed(configuration.to_json(config))
+
+
+def _printed(text: str) -> int:
     try:
-        print(configuration.to_json(config), flush=True)
+        print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit cannot fail
         return EXIT_BROKEN_PIPE

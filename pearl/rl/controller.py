@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from pearl.rl import process
 from pearl.rl.activity import Activity
 from pearl.rl.collector import Collector
 from pearl.rl.envs import registry as environments
-from pearl.rl.envs.base import system_prompt_of
+from pearl.rl.envs.base import example_of, system_prompt_of
 from pearl.rl.envs.pool import EnvironmentPool
 from pearl.rl.heartbeat import LONGEST_GAP_S, Heartbeat
 from pearl.rl.layout import JobLayout
@@ -89,6 +89,7 @@ class Controller:
         self.outlet: int | None = None
         self._tokenizer: Tokenizer | None = None
         self._system_prompt = ""
+        self._example: Sequence[str] = ()
         self._unprepared = "prepare() was not called"
         self._hellos: dict[int, Hello] = {}
         self._killed: set[int] = set()
@@ -107,7 +108,8 @@ class Controller:
         env = self.config.env
         try:
             self._tokenizer = Tokenizer.from_folder(self.folder)
-            self._system_prompt = system_prompt_of(environments.make(env.name, **environments.constructor_options(env)))
+            environment = environments.make(env.name, **environments.constructor_options(env))
+            self._system_prompt, self._example = system_prompt_of(environment), example_of(environment)
         except Exception as error:  # users' environments are made here too
             traceback.print_exc()
             self._unprepared = f"{type(error).__name__}: {error}"
@@ -161,6 +163,7 @@ class Controller:
                 max_model_len=max_model_len,
                 seed=self.config.seed,
                 system_prompt=self._system_prompt,
+                example=self._example,
             )
 
         return Collector(new_rollout, pool=self.pool, router=router, send=self.server.send)

@@ -10,6 +10,7 @@ Shapes: T tokens of the forward pass, N trained tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -24,8 +25,12 @@ from pearl.protocol import PackingPlan, TrainSequence, TrainStep
 class MicroBatch:
     """Tensors of one forward pass; `behaviour_N` are the engine's log-probs of the targets.
 
+    `sequence_N`: the step's number of the sequence that the row belongs to, whose rows are consecutive; `weights_N`: what its
+    loss is multiplied by (the aggregation over the update).
     `fresh_N`: the target's whole sequence was sampled by the version trained on (`all_fresh`: so it is for every row);
     `stale_N`: the target was not. `proximal_N`: log-probs under the weights the step began with, None while they are present.
+    Of those weights too, where asked for: `kl_N`, the KL terms that go into rewards, and the critic's `values_N`; `returns_N`
+    is what the critic is to learn.
     """
 
     input_ids_T: Tensor
@@ -35,18 +40,23 @@ class MicroBatch:
     targets_N: Tensor
     behaviour_N: Tensor
     advantages_N: Tensor
+    weights_N: Tensor
+    sequence_N: Tensor
     fresh_N: Tensor
     stale_N: Tensor
     all_fresh: bool
     proximal_N: Tensor | None = None
+    kl_N: Tensor | None = None
+    values_N: Tensor | None = None
+    returns_N: Tensor | None = None
 
     @property
     def num_trained(self) -> int:
         return len(self.rows_N)
 
-    def with_proximal(self, logprobs_N: Tensor) -> MicroBatch:
-        """The same with the log-probs of the policy at the start of the step."""
-        return replace(self, proximal_N=logprobs_N)
+    def having(self, **tensors: Tensor | None) -> MicroBatch:
+        """The same with other tensors in the named fields."""
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +70,16 @@ class _Rows:
     versions: np.ndarray
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A sequence with something to train: its number, its rows, and what is the same in all of them."""
+
+    number: int
+    rows: _Rows
+    advantage: float
+    weight: float
+
+
 _NONE = np.zeros(0, dtype=np.int64)
 _FILLER = _Rows(ids=np.zeros(1, dtype=np.int64), rows=_NONE, targets=_NONE, behaviour=_NONE, versions=_NONE)
 
@@ -70,33 +90,45 @@ def build(
     *,
     weight_version: int,
     device: torch.device,
+    weights: Sequence[float] | None = None,
+    numbers: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
     never_empty: bool = False,
 ) -> MicroBatch:
     """Packs these sequences in the order given; sequences without a trained token take no room.
 
+    `advantages` and `weights` (None: 1) are per sequence, as are the `numbers` that they go by (None: their places);
+    `dtype` is that of what is not an integer.
+
     `never_empty` puts one untrained token where there is nothing to train, for ranks that must run the same passes as the
     others. (With no token at all, some parameters would get no gradient, and the ranks' collectives would differ in size.)
     """
-    parts = [(rows, advantage) for rows, advantage in zip(map(_rows, sequences), advantages, strict=True) if len(rows.rows)]
+    values = (numbers or range(len(sequences)), sequences, advantages, weights or [1.0] * len(sequences))
+    every = (_Part(number=n, rows=_rows(s), advantage=a, weight=w) for n, s, a, w in zip(*values, strict=True))
+    parts = [part for part in every if len(part.rows.rows)]
     if never_empty and not parts:
-        parts = [(_FILLER, 0.0)]
-    lengths = [len(rows.ids) for rows, _ in parts]
-    counts = [len(rows.rows) for rows, _ in parts]
+        parts = [_Part(number=0, rows=_FILLER, advantage=0.0, weight=0.0)]
+    lengths = [len(part.rows.ids) for part in parts]
     starts = np.cumsum([0, *lengths])[:-1]
-    stale = [rows.versions != weight_version for rows, _ in parts]
+    stale = [part.rows.versions != weight_version for part in parts]
 
-    def tensor(pieces: list[np.ndarray], dtype: type) -> Tensor:
+    def tensor(pieces: list[np.ndarray], kind: type, to: torch.dtype | None = None) -> Tensor:
         joined = np.concatenate(pieces) if pieces else np.zeros(0)
-        return torch.from_numpy(joined.astype(dtype)).to(device)
+        return torch.from_numpy(joined.astype(kind)).to(device, to)
+
+    def each(name: str) -> list[np.ndarray]:
+        return [np.full(len(part.rows.rows), getattr(part, name)) for part in parts]
 
     return MicroBatch(
-        input_ids_T=tensor([rows.ids for rows, _ in parts], np.int64),
+        input_ids_T=tensor([part.rows.ids for part in parts], np.int64),
         positions_T=tensor([np.arange(length) for length in lengths], np.int64),
         lengths=tuple(lengths),
-        rows_N=tensor([rows.rows + start for (rows, _), start in zip(parts, starts, strict=True)], np.int64),
-        targets_N=tensor([rows.targets for rows, _ in parts], np.int64),
-        behaviour_N=tensor([rows.behaviour for rows, _ in parts], np.float32),
-        advantages_N=tensor([np.full(count, value) for count, (_, value) in zip(counts, parts, strict=True)], np.float32),
+        rows_N=tensor([part.rows.rows + start for part, start in zip(parts, starts, strict=True)], np.int64),
+        targets_N=tensor([part.rows.targets for part in parts], np.int64),
+        behaviour_N=tensor([part.rows.behaviour for part in parts], np.float64, dtype),
+        advantages_N=tensor(each("advantage"), np.float64, dtype),
+        weights_N=tensor(each("weight"), np.float64, dtype),
+        sequence_N=tensor(each("number"), np.int64),
         fresh_N=tensor([np.full(len(flags), not flags.any()) for flags in stale], np.bool_),
         stale_N=tensor(stale, np.bool_),
         all_fresh=not any(flags.any() for flags in stale),
@@ -146,7 +178,16 @@ def _problem(sequence: TrainSequence, vocab_size: int, max_position: int, sample
         return "loss_mask[0]=1: the first token has nothing before it that could predict it, must be 0"
     if sampled and not np.isfinite(sequence.logprobs).all():
         return "logprobs has an entry that is not finite"
-    return None
+    return _turns_problem(sequence)
+
+
+def _turns_problem(sequence: TrainSequence) -> str | None:
+    if not sequence.turns:
+        return None
+    sampled, trained = sum(count for count, _ in sequence.turns), sum(sequence.loss_mask)
+    if sampled != trained or min(count for count, _ in sequence.turns) < 0:
+        return f"turns has {sampled} sampled tokens: must have those of loss_mask, {trained}"
+    return None if all(math.isfinite(reward) for _, reward in sequence.turns) else "turns has a reward that is not finite"
 
 
 def _check_plan(plan: PackingPlan, sequences: int, ranks: int) -> None:

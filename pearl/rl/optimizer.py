@@ -57,11 +57,12 @@ def learning_rate(step: int, options: OptimizerOptions, max_steps: int) -> float
 class FlatParameters:
     """Moves parameters, and their gradients, into two vectors: matrices first (they decay), then vectors (they do not).
 
-    `weights` and `gradients` are those vectors. All parameters must have one dtype and device.
+    `weights` and `gradients` are those vectors. All parameters must have one dtype and device. Frozen ones stay where they
+    are.
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        ordered = sorted(named, key=lambda pair: pair[1].ndim < 2)
+        ordered = sorted((pair for pair in named if pair[1].requires_grad), key=lambda pair: pair[1].ndim < 2)
         starts, end = [], 0
         for _, parameter in ordered:
             starts.append(end)

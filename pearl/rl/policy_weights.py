@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pearl.engine.models.decoder import Decoder, random_weights
 from pearl.engine.models.params import all_parts, param_specs
-from pearl.engine.weights.checkpoint import read_folder
+from pearl.engine.weights.checkpoint import read_folder, save_folder
 from pearl.rl.sharding import whole, write_region
 
 
@@ -33,6 +33,18 @@ def fill_from_seed(decoder: Decoder, seed: int) -> None:
     parameters = dict(decoder.named_parameters())
     for name, tensor in random_weights(decoder.config, seed):
         write_region(parameters[name], tuple((0, size) for size in tensor.shape), tensor)
+
+
+def fill(decoder: Decoder, folder: Path, seed: int, *, keep: bool) -> None:
+    """From the folder, or if it has no weights from the seed; then the rank that is to `keep` them writes them there."""
+    if any(folder.glob("*.safetensors")):
+        fill_from_folder(decoder, folder)
+        return
+    fill_from_seed(decoder, seed)
+    # Gathering makes the ranks wait for each other: none finds another's file before having looked for it.
+    held = gathered(decoder, keep=keep)
+    if held:
+        save_folder(folder, decoder.config, held, like=folder)
 
 
 def named_hf_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:

@@ -20,8 +20,9 @@ from pearl.engine.models import config as model_config
 from pearl.engine.tokenizer import Tokenizer
 from pearl.rl import fresh_model
 from pearl.rl.envs import registry
-from pearl.rl.envs.base import Environment, has_random_player, system_prompt_of, words_of
+from pearl.rl.envs.base import Environment, example_of, has_random_player, system_prompt_of, words_of
 from pearl.rl.rollout import opening
+from pearl.training_options import check_layers
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TRIAL_S = 5.0
@@ -30,12 +31,17 @@ FRAME_TOKENS = 64
 """A chat template is taken to put at most so many tokens around a message, before it is asked."""
 
 
-def check(config: Config, *, new_run: bool = True) -> None:
-    """Refuses what a resolved Config asks for and this machine does not have; starts nothing, constructs nothing."""
+def check(config: Config, *, new_run: bool = True, machine: bool = True) -> None:
+    """Refuses what a resolved Config asks for and this machine does not have; starts nothing, constructs nothing.
+
+    Without `machine` only what would be refused anywhere: its models, devices and folders are not looked at.
+    """
     registry.check(config.env.name, registry.constructor_options(config.env))
     if config.warmup.steps and not has_random_player(registry.class_of(config.env.name)):
         missing = f"{config.env.name} has no random_valid_action(rng) -> str, which the warm-up plays with"
         raise ValueError(f"warmup.steps={config.warmup.steps}: {missing}; write one, or set warmup.steps=0")
+    if not machine:
+        return
     _check_device(config.engine.device)
     if config.model.path is not None:
         _check_model(config, config.model.path)
@@ -54,9 +60,10 @@ def check_prompt(config: Config) -> str:
         return ""
     environment, observation = trial
     limit, per_turn = _limit(config), config.rollout.max_tokens
-    words = system_prompt_of(environment) + observation
+    words = "".join([system_prompt_of(environment), *example_of(environment), observation])
+    frames = (1 + len(example_of(environment))) * FRAME_TOKENS
     turns = config.env.max_turns * (per_turn + len(observation.encode()) + FRAME_TOKENS)
-    if len(words.encode()) + FRAME_TOKENS + turns <= limit:  # a token is at least a byte: no need to count
+    if len(words.encode()) + frames + turns <= limit:  # a token is at least a byte: no need to count
         return ""
     first, more = _count(config, environment, observation)
     if first + per_turn > limit:
@@ -84,6 +91,7 @@ def _check_model(config: Config, path: str) -> None:
         text = str(error).removeprefix(f"model={path!r}: ")
         raise ValueError(f"model.path={path!r}: {text}") from None
     check_lengths(config, model.max_position, "the model's max_position")
+    check_layers(config.trainer, model.num_layers, "the model's num_layers")
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"model.path={path!r}: no tokenizer.json in this folder")
     if not _has_chat_template(folder):
@@ -182,7 +190,7 @@ def _count(config: Config, environment: Environment, observation: str) -> tuple[
         else:
             folder = fresh_model.write_model_folder(temporary, config.model, words_of(environment))
         tokenizer = Tokenizer.from_folder(folder)
-    first = tokenizer.chat_start(opening(system_prompt_of(environment), observation))
+    first = tokenizer.chat_start(opening(system_prompt_of(environment), observation, example_of(environment)))
     more = tokenizer.chat_continue({"role": "user", "content": observation}, ended=True)
     return len(first), len(more)
 

@@ -54,6 +54,7 @@ class Rollout:
         max_model_len: int,
         seed: int,
         system_prompt: str = "",
+        example: Sequence[str] = (),
     ) -> None:
         if max_model_len < 2:
             raise ValueError(f"max_model_len={max_model_len}: must be >= 2")
@@ -64,7 +65,7 @@ class Rollout:
         """The request being served; None when no answer of the model is awaited."""
         self._tokenizer, self._options = tokenizer, options
         self._max_turns, self._max_model_len = env.max_turns, max_model_len
-        self._seed, self._system_prompt = seed, system_prompt
+        self._seed, self._system_prompt, self._example = seed, system_prompt, example
         self._turn_start = 0
         self._attempt = 0
 
@@ -81,7 +82,7 @@ class Rollout:
         """The first request. None (and failed) when the first prompt alone leaves no room to answer."""
         if self.phase != "new":
             return None
-        self._append_given(self._tokenizer.chat_start(opening(self._system_prompt, observation)))
+        self._append_given(self._tokenizer.chat_start(opening(self._system_prompt, observation, self._example)))
         if self._room() < 1:
             length, limit = len(self.trajectory.token_ids), self._max_model_len
             self.fail(f"the first prompt has {length} tokens and leaves no room for an answer: max_model_len={limit}")
@@ -219,10 +220,15 @@ class Rollout:
         return "max_turns" if len(self.trajectory.turns) >= self._max_turns else None
 
 
-def opening(system_prompt: str, observation: str) -> list[dict[str, str]]:
-    """The messages before the model's first turn."""
+def opening(system_prompt: str, observation: str, example: Sequence[str] = ()) -> list[dict[str, str]]:
+    """The messages before the model's first turn: system prompt, an example episode, the first observation.
+
+    What the environment says at the end of the example and the first observation are one message: roles take turns.
+    """
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    return [*system, {"role": "user", "content": observation}]
+    shown, last = (example[:-1], f"{example[-1]}\n") if len(example) % 2 else (example, "")
+    before = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(shown)]
+    return [*system, *before, {"role": "user", "content": last + observation}]
 
 
 def request_seed(seed: int, trajectory_id: str, turn: int, attempt: int = 0) -> int:
@@ -245,4 +251,5 @@ def train_sequence(trajectory: Trajectory, *, group: int) -> TrainSequence:
         weight_versions=trajectory.weight_versions,
         reward=trajectory.reward,
         group=group,
+        turns=[(turn.num_sampled, turn.reward) for turn in trajectory.turns],
     )

@@ -75,7 +75,8 @@ class ShardedParameters:
 
     def __init__(self, decoder: Decoder) -> None:
         self._parameters: dict[str, DTensor] = {}
-        ordered = sorted(decoder.named_parameters(), key=lambda pair: pair[1].ndim < 2)
+        trained = [pair for pair in decoder.named_parameters() if pair[1].requires_grad]
+        ordered = sorted(trained, key=lambda pair: pair[1].ndim < 2)
         for name, parameter in ordered:
             assert isinstance(parameter, DTensor)
             self._parameters[name] = parameter

@@ -21,9 +21,15 @@ TRAINER_METRICS = (
     "grad_norm",
     "lr",
     "logprob_gap",
+    "logprob_gap_max",
+    "logprob_gap_k3",
+    "logprob_gap_sequence",
     "policy_shift",
     "importance_weight_mean",
     "importance_capped",
+    "value_loss",
+    "explained_variance",
+    "critic_grad_norm",
     "trained_tokens",
 )
 """What a step's row takes over from the trainer."""

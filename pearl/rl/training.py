@@ -18,6 +18,8 @@ from pearl.config import Config
 from pearl.engine.tokenizer import Tokenizer
 from pearl.metrics.jsonl import JsonlWriter
 from pearl.protocol import Checkpoint, Done, Export, Publish, Restore, Serve, SetReference, TrainSequence, TrainStep
+from pearl.rl.algorithms import algorithm_of
+from pearl.rl.best_policy import BestPolicy
 from pearl.rl.buffer import Buffer
 from pearl.rl.checkpoint_folder import CheckpointFolder, load
 from pearl.rl.collector import Collector
@@ -40,6 +42,10 @@ TRAINER_FOLDER = "trainer"
 FAILURES_IN_A_ROW = 64
 """So many failed trajectories (or a whole batch of them, if that is more) with no other in between end the run: an
 environment that can only fail would be started again for ever."""
+
+FILTERED_BATCHES = 3
+"""So many batches of groups are given up for their equal rewards in one step, at most: a policy that has solved everything
+(or nothing at all) would never fill a batch."""
 
 SEED_STRIDE = 1_000_000
 """Training group k of a run with seed s plays environment seed s * SEED_STRIDE + k (modulo EVAL_SEEDS)."""
@@ -76,10 +82,13 @@ class TrainingRun:
         self._max_staleness = self.config.max_staleness
         self._admission = Admission(groups_per_batch=groups, max_staleness=self._max_staleness)
         self._checkpoints = CheckpointFolder(driver.run, self.config.keep_checkpoints)
+        self._best = BestPolicy(driver.run)
         self._rows = JsonlWriter(driver.run / "metrics.jsonl")
         self._episodes = JsonlWriter(driver.run / "trajectories.jsonl")
         self._successes: list[float] = []
         self._evaluated: list[Trajectory] = []
+        self._filters = algorithm_of(self.config.algorithm).filter_zero_variance
+        self._filtered = 0
         self._started = 0
         self._step = 0
         self._record_step = 1
@@ -109,6 +118,8 @@ class TrainingRun:
             self._version, self._step = self._version + 1, step
             due = config.eval_steps and step % config.eval_steps == 0
             score, eval_s = self._evaluate() if due else (None, 0.0)
+            if score is not None:
+                self._keep_if_best(score)
             row = self._row(batch, score) | meter.finish(trained, published, eval_s)
             self._rows.write(row)
             self._driver.report(row)
@@ -196,6 +207,7 @@ class TrainingRun:
             renew=lambda: (self._collector.counts["generated_tokens"], self.buffer.in_flight, self.buffer.dropped.total()),
         )
         assert batch is not None
+        self._filtered = 0
         return batch
 
     def _train(self, step: int, batch: list[Group]) -> Done:
@@ -236,6 +248,11 @@ class TrainingRun:
         )
         self._admitting = True
         return sum(trajectory.success for trajectory in self._evaluated) / count, self._driver.clock.now() - began
+
+    def _keep_if_best(self, score: float) -> None:
+        if self._best.is_better(score):
+            self._train_command(lambda number: Export(number=number, path=str(self._best.path)))
+            self._best.note(self._step, score)
 
     # ------------------------------------------------------------------------------------------------- each turn
 
@@ -284,8 +301,15 @@ class TrainingRun:
             name = f"{trajectory.trajectory_id}r"
             self.buffer.retry(trajectory, name)
             self._collector.start(name, group_id=trajectory.group_id, env_seed=trajectory.env_seed, purpose="train")
-        else:
-            self.buffer.finish(trajectory)
+        elif self.buffer.finish(trajectory) == "ready":
+            self._filter(trajectory.group_id)
+
+    def _filter(self, group_id: int) -> None:
+        """Gives up a complete group that teaches nothing, if such are to be replaced by others."""
+        if self._filters and self._filtered < FILTERED_BATCHES * self._admission.groups_per_batch:
+            if self.buffer.is_flat(group_id):
+                self.buffer.drop_group(group_id, "zero variance")
+                self._filtered += 1
 
     def _check_failures(self, trajectory: Trajectory) -> None:
         """RuntimeError when nothing but failures comes back."""
@@ -306,6 +330,7 @@ class TrainingRun:
             "dropped": self.buffer.dropped.total(),
             "in_flight": self.buffer.in_flight,
             "failed_trajectories": self.buffer.dropped["failed"],
+            "filtered_trajectories": self.buffer.dropped["zero variance"],
         }
         environment = {f"env_{name}": self._driver.pool.counts[name] for name in ("errors", "timeouts", "restarts")}
         row = {"step": self._step, "max_steps": self.config.max_steps, "weight_version": self._version}
@@ -324,7 +349,10 @@ class TrainingRun:
 
 
 def _record(trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory as one line of trajectories.jsonl: text for people, ids for machines. Its `step` is when it ended."""
+    """A trajectory as one line of trajectories.jsonl: text for people, ids for machines. Its `step` is when it ended.
+
+    `logprobs` are of the sampled tokens alone, those with loss mask 1.
+    """
     return {
         "trajectory_id": trajectory.trajectory_id,
         "env_seed": trajectory.env_seed,
@@ -335,5 +363,6 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
         "turns": trajectory.turns,
         "token_ids": trajectory.token_ids,
         "loss_mask": trajectory.loss_mask,
+        "logprobs": [round(value, 4) for value, mask in zip(trajectory.logprobs, trajectory.loss_mask, strict=True) if mask],
         "weight_versions": [trajectory.oldest_version, max(trajectory.weight_versions, default=-1)],
     }

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pearl.protocol import TrainSequence
-from pearl.rl.envs.base import Environment, random_player, system_prompt_of
+from pearl.rl.envs.base import Environment, example_of, random_player, system_prompt_of
 from pearl.rl.rollout import ChatTokenizer, opening
 
 FAILURES_IN_A_ROW = 8
@@ -79,7 +79,7 @@ def _played(
     player = random_player(environment)
     with _theirs():
         observation, _ = environment.reset(rng.randrange(2**31))
-    ids = list(tokenizer.chat_start(opening(system_prompt_of(environment), observation)))
+    ids = list(tokenizer.chat_start(opening(system_prompt_of(environment), observation, example_of(environment))))
     mask = [0] * len(ids)
     for turn in range(max_turns):
         with _theirs():

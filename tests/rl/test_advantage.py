@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pearl.rl.advantage import EPSILON, group_advantages
+from pearl.rl.advantage import EPSILON, group_advantages, leave_one_out_advantages
 
 
 def test_two_groups_by_hand():
@@ -59,3 +59,12 @@ def test_errors_name_the_field():
         group_advantages([1.0, 2.0], [0], normalize_std=True)
     with pytest.raises(ValueError, match=r"rewards\[1\]=nan: must be finite"):
         group_advantages([1.0, math.nan], [0, 0], normalize_std=True)
+
+
+def test_leave_one_out_by_hand():
+    # Group 0: 1, 2, 6: the others' means are 4, 3.5, 1.5. Group 1 has one member, group 2 equal ones.
+    rewards, groups = [1.0, 9.0, 2.0, 6.0, 0.1, 0.1, 0.1], [0, 1, 0, 0, 2, 2, 2]
+    expected = [-3.0, 0.0, -1.5, 4.5, 0.0, 0.0, 0.0]
+    assert leave_one_out_advantages(rewards, groups) == pytest.approx(expected, abs=1e-15)
+    with pytest.raises(ValueError, match="groups has 1"):
+        leave_one_out_advantages([1.0, 2.0], [0])

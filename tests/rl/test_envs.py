@@ -165,7 +165,7 @@ def test_random_play_is_valid_and_uses_every_action() -> None:
     ("name", "options", "message"),
     [
         ("frozen_lak", {}, r"did you mean 'frozen_lake'\? \(or package.module:ClassName"),
-        ("chess", {}, r"must be one of frozen_lake \(or package.module:ClassName"),
+        ("chess", {}, r"must be one of calculator, coding, frozen_lake, .*\(or package.module:ClassName"),
         ("frozen_lake", {"sise": 4}, "sise.*valid: size, num_maps"),
         ("frozen_lake", {"size": 1}, "size=1: must be an integer >= 2"),
         ("frozen_lake", {"size": 4.0}, "size=4.0"),

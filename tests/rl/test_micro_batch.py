@@ -118,7 +118,7 @@ def test_bad_plans_are_named(updates: list, ranks: int, message: str):
 
 def test_proximal_logprobs_change_nothing_else():
     batch = packed([THREE_TURNS])
-    other = batch.with_proximal(torch.zeros(4))
+    other = batch.having(proximal_N=torch.zeros(4))
     assert batch.proximal_N is None and other.proximal_N.tolist() == [0.0] * 4
     assert other.behaviour_N is batch.behaviour_N and other.targets_N is batch.targets_N and other.lengths == batch.lengths
 

@@ -315,3 +315,24 @@ def test_any_course_keeps_the_record_and_the_limits(data: st.DataObject, max_tok
     if rollout.trajectory.outcome == "done":
         assert rollout.trajectory.loss_mask[-1] == 1
         assert rollout.trajectory.reward == 0.5 * len(rollout.trajectory.turns)
+
+
+def test_an_example_comes_before_the_first_observation_and_roles_take_turns() -> None:
+    def messages(*example: str) -> list[tuple[str, str]]:
+        return [(message["role"], message["content"]) for message in opening("be brief", "now you", example)]
+
+    assert messages() == [("system", "be brief"), ("user", "now you")]
+    assert messages("1?", "2") == [("system", "be brief"), ("user", "1?"), ("assistant", "2"), ("user", "now you")]
+    assert messages("1?", "2", "right")[-2:] == [("assistant", "2"), ("user", "right\nnow you")]
+    rollout = Rollout(
+        Trajectory(trajectory_id="a", group_id=0, env_seed=0),
+        tokenizer=TOKENIZER,
+        options=RolloutOptions(max_tokens=4),
+        env=EnvOptions(),
+        max_model_len=100,
+        seed=0,
+        example=("1?", "2", "right"),
+    )
+    request = rollout.start("now you")
+    assert request is not None and request.prompt_token_ids == TOKENIZER.render(opening("", "now you", ("1?", "2", "right")))
+    assert rollout.trajectory.loss_mask == [0] * len(request.prompt_token_ids)

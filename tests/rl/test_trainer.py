@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from hf_models import dense, randomise, save
+from hf_models import dense, moe, randomise, save
+from safetensors.torch import load_file
 from torch import Tensor
 from trainer_cases import VOCAB, command, config, folder, sequences
 
@@ -21,6 +23,7 @@ from pearl.engine.weights.checkpoint import hf_tensors
 from pearl.protocol import TrainSequence, TrainStep
 from pearl.rl.advantage import group_advantages
 from pearl.rl.checkpoint import is_stable, save_policy
+from pearl.rl.policy_weights import fill_from_folder
 from pearl.rl.trainer import NonFiniteError, Trainer
 
 replaced = msgspec.structs.replace
@@ -65,17 +68,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---------------------------------------------------------------------------------------------------- gradients
 
 
-@pytest.mark.parametrize("estimator", ["exact", "k3"])
-def test_gradient_equals_hugging_face_autograd(tmp_path: Path, estimator: str):
-    policy, reference = randomise(dense(0, tie_word_embeddings=True)), dense(0, tie_word_embeddings=True)
+@pytest.mark.parametrize(("kind", "estimator"), [("dense", "exact"), ("dense", "k3"), ("moe", "exact")])
+def test_gradient_equals_hugging_face_autograd(tmp_path: Path, kind: str, estimator: str):
+    make = partial({"dense": dense, "moe": moe}[kind], 0, tie_word_embeddings=True)
+    policy, reference = randomise(make()), make()
     options = AlgorithmOptions(kl_coef=0.3, kl_estimator=estimator, entropy_coef=0.02)
     made = [replaced(s, logprobs=[value - 1.0 if value else 0.0 for value in s.logprobs]) for s in sequences(6)]
     trainer = Trainer(save(reference, tmp_path / "hf"), config(algorithm=options))
     trainer.set_reference()
-    theirs = dict(policy.named_parameters())
-    with torch.no_grad():
-        for name, tensor in trainer.named_hf_tensors():
-            tensor.copy_(theirs[name])
+    fill_from_folder(trainer.decoder, save(policy, tmp_path / "policy"))
     metrics = trainer.train_step(command(made))
     advantages = group_advantages([s.reward for s in made], [s.group for s in made], normalize_std=True)
     total = torch.zeros(())
@@ -95,10 +96,14 @@ def test_gradient_equals_hugging_face_autograd(tmp_path: Path, estimator: str):
     loss = total / sum(sum(s.loss_mask) for s in made)
     loss.backward()
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5, rel=1e-5)
-    scale = max(parameter.grad.abs().max().item() for parameter in theirs.values())
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.copy_(parameter.grad)
+    theirs = load_file(save(policy, tmp_path / "gradients") / "model.safetensors")  # under the names of folders
+    scale = max(gradient.abs().max().item() for gradient in theirs.values())
     ours = dict(hf_tensors(trainer.model_config, gradients(trainer)))
     assert set(ours) <= set(theirs)
-    assert_same({n: g / scale for n, g in ours.items()}, {n: theirs[n].grad / scale for n in ours}, atol=1e-5)
+    assert_same({n: g / scale for n, g in ours.items()}, {n: theirs[n] / scale for n in ours}, atol=1e-5)
 
 
 PACKINGS = {

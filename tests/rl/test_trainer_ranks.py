@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor
-from trainer_cases import command, config, folder, sequences
+from trainer_cases import ACTOR_CRITIC, command, config, folder, sequences
 
 from pearl.protocol import TrainSequence, TrainStep
 from pearl.rl.checkpoint import is_stable
@@ -32,7 +32,8 @@ SPREAD: dict[int, list] = {
     3: [[[[0, 1], [5]], [[], [6]], [[2, 3, 4], []]], [[[]], [[7, 8, 9, 10, 11]], [[]]]],
 }
 ALONE = [[[[0, 1, 2, 3, 4, 5, 6]]], [[[7, 8, 9, 10, 11]]]]
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-6}
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-6}
+"""Adam divides by the gradient's size: weights whose gradients are nearly zero differ by more than the gradients do."""
 
 
 def masked(made: list[TrainSequence], *indices: int) -> list[TrainSequence]:
@@ -144,6 +145,25 @@ def test_several_ranks_equal_one(ran: tuple[Path, list], dtype: torch.dtype):
         assert_same(weights(trainer), result["weights"], atol)
         assert_same_metrics(expected, result["metrics"], 10 * atol)
     assert expected[2]["importance_weight_mean"] is not None and expected[0]["importance_weight_mean"] is None
+
+
+def test_actor_and_critic_on_several_ranks_equal_those_on_one(ran: tuple[Path, list]):
+    """With credit that needs all ranks' tokens, frozen layers (here the one without experts) and recomputed ones.
+
+    The ranks put everything aside after each step, and take it up again.
+    """
+    own, results = ran
+    trainer = Trainer(own.parent / "model", config(**ACTOR_CRITIC), dtype=torch.float64)
+    trainer.set_reference()
+    before = {name: tensor.clone() for name, tensor in trainer.decoder.named_parameters()}
+    metrics = [trainer.train_step(step) for step in plans(ALONE)["equal"]]
+    expected = dict(trainer.decoder.named_parameters())
+    moved = {name for name, tensor in expected.items() if not torch.equal(tensor, before[name])}
+    assert moved == {name for name in expected if name.startswith(("layers.1.", "norm."))}
+    expected |= {f"critic.{name}": tensor for name, tensor in trainer._critic.named_parameters()}
+    for result in (result["actor-critic"] for result in results):
+        assert_same({name: tensor.detach() for name, tensor in expected.items()}, result["weights"], 1e-9)
+        assert_same_metrics(metrics, result["metrics"], 1e-8)
 
 
 def test_each_rank_holds_its_share(ran: tuple[Path, list]):

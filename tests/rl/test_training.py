@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -16,12 +18,12 @@ from pearl.clock import VirtualClock
 from pearl.config import Config, resolve
 from pearl.metrics.jsonl import read_jsonl
 from pearl.overrides import override
-from pearl.protocol import Checkpoint, Command, Done, Publish, Restore, SetReference, TrainStep
+from pearl.protocol import Checkpoint, Command, Done, Export, Publish, Restore, SetReference, TrainStep
 from pearl.rl.checkpoint_folder import CheckpointFolder, load
 from pearl.rl.layout import JobLayout
 from pearl.rl.recipes.quickstart import recipe
 from pearl.rl.run_state import rewind_run
-from pearl.rl.training import EVAL_SEEDS, SEED_STRIDE, TrainingRun
+from pearl.rl.training import EVAL_SEEDS, FILTERED_BATCHES, SEED_STRIDE, TrainingRun
 from pearl.rl.types import Trajectory, Turn
 
 SMALL = ["rollout_batch_size=8", "group_size=4", "optimizer.mini_batch_size=4", "warmup.steps=0", "max_steps=6"]
@@ -288,6 +290,16 @@ def test_evaluation_plays_greedily_on_seeds_of_its_own_while_nothing_new_starts(
     assert [start.purpose for start in driver.episodes.started[first : first + 5]] == ["eval"] * 5
 
 
+def test_the_policy_of_the_best_evaluation_is_kept_beside_the_last(tmp_path: Path) -> None:
+    driver = new(tmp_path, "max_steps=6", "eval_steps=1", "eval_episodes=4")
+    driver.training.run()
+    scores = [row["eval_success_rate"] for row in driver.reports]
+    better = [step for step, score in enumerate(scores, 1) if score > max(scores[: step - 1], default=-1)]
+    exported = [Path(command.path).name for command in driver.commands if isinstance(command, Export)]
+    assert exported == ["best"] * len(better) + ["policy"] and 1 <= len(better) < 6
+    assert json.loads((tmp_path / "best.json").read_text()) == {"step": better[-1], "eval_success_rate": max(scores)}
+
+
 @pytest.mark.parametrize("wrong", [None, "engine/a", "missing"])
 def test_weights_that_differ_from_the_trainers_end_the_run(tmp_path: Path, wrong: str | None) -> None:
     driver = new(tmp_path, "check_weights=true", "max_steps=3")
@@ -406,3 +418,54 @@ def test_what_is_too_old_is_dropped_counted_and_replaced(tmp_path: Path) -> None
     assert [batch.step for batch in second.batches] == [4, 5, 6]
     assert all(map(books_add_up, second.reports))
     assert second.reports[-1]["dropped"] == 2 * 8
+
+
+class Flat(Episodes):
+    """Episodes whose reward is 1 in all members of the groups that `flat` names, and the member's number in the others."""
+
+    flat: Callable[[int], bool]
+
+    def take_ended(self) -> list[Trajectory]:
+        ended = super().take_ended()
+        for trajectory in ended:
+            trajectory.reward = 1.0 if self.flat(trajectory.group_id) else float(trajectory.trajectory_id[-1])
+        return ended
+
+
+def filtered(tmp_path: Path, flat: Callable[[int], bool], *settings: str, staleness: int = 0) -> Counting:
+    episodes = Flat(lambda name: 2 + hash_of(name) % 3, lambda name: "done")
+    episodes.flat = flat
+    config = small(f"max_staleness={staleness}", "algorithm.name=dapo", *settings)
+    driver = Counting(config, tmp_path, episodes, busy=2)
+    driver.training.run()
+    return driver
+
+
+def hash_of(name: str) -> int:
+    return sum(map(ord, name))
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_groups_that_teach_nothing_are_replaced_and_counted(tmp_path: Path, staleness: int) -> None:
+    driver = filtered(tmp_path, lambda group: group % 3 == 1, staleness=staleness)
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    assert all(len(batch.sequences) == 8 for batch in driver.batches) and len(rows) == 6
+    assert [row["zero_variance_groups"] for row in rows] == [0.0] * 6
+    assert rows[-1]["filtered_trajectories"] > 0 and all(map(books_add_up, rows))
+    assert driver.training.buffer.dropped["zero variance"] == rows[-1]["dropped"]
+
+
+def test_a_policy_that_solves_everything_still_takes_its_steps(tmp_path: Path) -> None:
+    """Filtering has an end in each step; then the groups that teach nothing fill the batch."""
+    driver = filtered(tmp_path, lambda group: True)
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [row["zero_variance_groups"] for row in rows] == [1.0] * 6 and all(map(books_add_up, rows))
+    given_up = [rows[0]["filtered_trajectories"]] + [
+        b["filtered_trajectories"] - a["filtered_trajectories"] for a, b in itertools.pairwise(rows)
+    ]
+    assert given_up == [FILTERED_BATCHES * driver.config.rollout_batch_size] * 6
+
+
+def test_nothing_is_filtered_unless_asked(tmp_path: Path) -> None:
+    driver = filtered(tmp_path, lambda group: True, "algorithm.filter_zero_variance=false")
+    assert not driver.training.buffer.dropped

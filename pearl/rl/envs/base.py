@@ -8,6 +8,8 @@ still works, and costs its episodes when that happens).
 Optional attributes and methods, read with the functions below:
 
     system_prompt: str                              how to answer, put before the first observation; default none
+    example: Sequence[str]                          an episode shown before the first observation, by turns what the
+                                                    environment says and what the model replies; default none
     words: Sequence[str]                            strings that a fresh tokenizer should hold as single tokens; default none
     random_valid_action(rng: random.Random) -> str  an action it can read; for format warm-up and play without a model
     check_options(**options) -> None                class method; ValueError for options of bad values, without side effects
@@ -59,6 +61,14 @@ class EnvOutcome:
 def system_prompt_of(environment: Any) -> str:
     """The environment's system prompt; "" if it has none."""
     return str(getattr(environment, "system_prompt", ""))
+
+
+def example_of(environment: Any) -> Sequence[str]:
+    """The environment's example episode; none by default. ValueError for one text in place of a list of texts."""
+    example = getattr(environment, "example", ())
+    if isinstance(example, str):
+        raise ValueError(f"environment {type(environment).__name__}: example must be a list of texts, not {example!r:.50}")
+    return tuple(map(str, example))
 
 
 def words_of(environment: Any) -> Sequence[str]:

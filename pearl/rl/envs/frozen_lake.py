@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,16 +18,11 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_m
 from gymnasium.envs.toy_text.utils import categorical_sample
 from gymnasium.utils import seeding
 
-ACTIONS = ("Left", "Down", "Right", "Up")
-"""In gymnasium's order: the index is its action number."""
+from pearl.rl.envs.directions import ACTIONS, INVALID, read_answer
+
 SYSTEM_PROMPT = "Move P to G, avoid H. Reply <answer>Left</answer>, Down, Right or Up."
-INVALID = "Invalid action.\n"
 LARGEST_ROW_WORD = 5
 """Up to this size every row that can occur is a word (68 rows for size 4, 160 for size 5)."""
-
-_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
-_NUMBER_OF = {name.lower(): number for number, name in enumerate(ACTIONS)}
 
 
 class FrozenLake:
@@ -130,14 +124,6 @@ class FrozenLake:
         lines = [line.replace("S", "F") for line in self._rows]
         lines[row] = f"{lines[row][:column]}P{lines[row][column + 1 :]}"
         return "".join(f"{line}\n" for line in lines)
-
-
-def read_answer(text: str) -> int | None:
-    """The action number of a reply with exactly one `<answer>...</answer>` (any case); None for anything else."""
-    if [tag.group(1) for tag in _TAG.finditer(text)] != ["", "/"]:
-        return None
-    answer = _ANSWER.search(text)
-    return _NUMBER_OF.get(answer.group(1).strip().lower()) if answer else None
 
 
 def grid_rows(size: int) -> list[str]:

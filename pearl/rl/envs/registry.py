@@ -15,7 +15,14 @@ from typing import Any
 from pearl.config import EnvOptions
 from pearl.rl.envs.base import Environment
 
-_TARGETS = {"frozen_lake": "pearl.rl.envs.frozen_lake:FrozenLake"}
+_TARGETS = {
+    "calculator": "pearl.rl.envs.calculator:Calculator",
+    "coding": "pearl.rl.envs.coding:Coding",
+    "frozen_lake": "pearl.rl.envs.frozen_lake:FrozenLake",
+    "gymnasium": "pearl.rl.envs.gymnasium_text:GymnasiumText",
+    "hi_lo": "pearl.rl.envs.hi_lo:HiLo",
+    "sokoban": "pearl.rl.envs.sokoban:Sokoban",
+}
 
 
 def register(name: str, target: str) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from types import ModuleType
 
 from pearl.config import Config
 
-RECIPES = ("quickstart",)
+RECIPES = ("quickstart", "frozenlake_random", "sokoban", "smollm2_hilo", "qwen3_8b_swe", "qwen3_30b_a3b_swe")
 
 
 def load(name: str) -> Config:
@@ -16,4 +17,15 @@ def load(name: str) -> Config:
         near = difflib.get_close_matches(name, RECIPES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"must be one of {', '.join(RECIPES)}"
         raise ValueError(f"recipe {name!r}: {hint}")
-    return importlib.import_module(f"pearl.rl.recipes.{name}").recipe()
+    return _module(name).recipe()
+
+
+def listed() -> str:
+    """A line per recipe: its name and what it is."""
+    first_lines = {name: (_module(name).__doc__ or "").splitlines()[0] for name in RECIPES}
+    width = max(map(len, RECIPES))
+    return "\n".join(f"{name:<{width}}  {line}" for name, line in first_lines.items())
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"pearl.rl.recipes.{name}")

@@ -1,0 +1,38 @@
+"""A real model on a task of several turns, on the CPU: SmolLM2-135M-Instruct learns to find a number by halves.
+
+Numbers from 1 to 10 and four guesses, which halving always makes do with; one game is shown as an example. Only the last six
+layers are trained: what lies below them stays as it was pretrained and needs no backward pass. The model folder is made by
+
+    python -m pearl.engine.smollm2 models/SmolLM2-135M-Instruct
+"""
+
+from __future__ import annotations
+
+from pearl.config import (
+    Config,
+    EngineConfig,
+    EnvOptions,
+    ModelOptions,
+    OptimizerOptions,
+    RolloutOptions,
+    TrainerOptions,
+)
+
+
+def recipe() -> Config:
+    """The recipe's Config."""
+    return Config(
+        recipe="smollm2_hilo",
+        rollout_batch_size=32,
+        group_size=8,
+        max_steps=40,
+        save_steps=10,
+        eval_steps=10,
+        eval_episodes=32,
+        model=ModelOptions(path="models/SmolLM2-135M-Instruct"),
+        env=EnvOptions(name="hi_lo", options={"low": 1, "high": 10}, max_turns=4),
+        rollout=RolloutOptions(max_tokens=8),
+        optimizer=OptimizerOptions(lr=1e-4, warmup_steps=2, mini_batch_size=32, micro_batch_tokens=4096),
+        trainer=TrainerOptions(train_layers=6),
+        engine=EngineConfig(dtype="float32", block_size=16, max_model_len=512, max_num_seqs=32, max_batch_tokens=2048),
+    )
