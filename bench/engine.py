@@ -62,10 +62,10 @@ class Side:
 
     def _answer(self) -> dict:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.name}: ended with {self._process.wait()}")
-        return json.loads(line)
+        for line in self._process.stdout:
+            if line.startswith("{"):  # some sides log to stdout too
+                return json.loads(line)
+        raise SystemExit(f"{self.name}: ended with {self._process.wait()}")
 
 
 def command_of(name: str, place: str, options: argparse.Namespace) -> list[str]:

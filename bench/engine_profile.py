@@ -62,7 +62,7 @@ def profile(options: argparse.Namespace) -> None:
         (core, "schedule", "schedule"),
         (runner, "prepare", "batch"),
         (runner, "forward", "forward"),
-        (runner, "draw", "head and sample"),
+        (runner, "queue_draw", "head and sample"),
         (core, "finish", "finish"),
     ):
         watch.watch(owner, method, part)

@@ -23,7 +23,6 @@ from pearl.config import EngineConfig
 from pearl.engine.comm.communicator import CollectiveError, GroupCommunicator
 from pearl.engine.engine import Engine
 from pearl.engine.models.config import from_folder
-from pearl.engine.weights.checkpoint import hf_tensors
 from pearl.engine.weights.snapshot import Snapshot
 from pearl.protocol import SamplingParams
 from pearl.rl.node_publisher import NodeReceiver, NodeSender

@@ -101,8 +101,9 @@ class Reader {
 // The whole pages of private memory, which are zeros when they are touched again. Elsewhere than on Linux it stays.
 void give_back(const void* data, std::int64_t bytes) {
 #ifdef __linux__
-    const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE)), address = reinterpret_cast<std::uintptr_t>(data);
-    const std::uintptr_t first = (address + page - 1) / page * page, end = (address + static_cast<std::uintptr_t>(bytes)) / page * page;
+    const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE)), size = static_cast<std::uintptr_t>(bytes);
+    const auto address = reinterpret_cast<std::uintptr_t>(data);
+    const std::uintptr_t first = (address + page - 1) / page * page, end = (address + size) / page * page;
     if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
 #else
     (void)data, (void)bytes;

@@ -324,7 +324,8 @@ bool copy(const std::vector<Tensor>& targets, const std::vector<Tensor>& sources
     for (std::size_t i = 0; i < targets.size(); ++i) {
         check(targets[i]);
         check(sources[i]);
-        if (targets[i].shape != sources[i].shape) refuse("targets[" + std::to_string(i) + "]: has another shape than its source");
+        if (targets[i].shape != sources[i].shape)
+            refuse("targets[" + std::to_string(i) + "]: has another shape than its source");
     }
     Totals totals;
     for (std::size_t i = 0; i < targets.size(); ++i) walk(targets[i], sources[i], 0, from, to, totals);

@@ -1,8 +1,9 @@
 """Memory at addresses that never change, which can be given back to the system and taken again.
 
 Owns where tensors lie; does not know what is in them. On a CPU each tensor is a mapping of its own, given back page by page
-and taken again by touching it: private memory, or a memfd that other processes of the node may be let into. On CUDA it is an
-ordinary allocation, which cannot be given back without moving.
+and taken again by touching it: private memory, or a memfd that other processes of the node may be let into. On CUDA they lie in
+regions (`device_arena.py`) that are given back and taken again as a whole; where there are none, in ordinary allocations,
+which cannot be given back without moving.
 Invariants: a tensor keeps its address and shape for life, also while its memory is away; whoever gives memory back must not
 count on the contents any more (on a CPU they read as zeros afterwards). A memfd has no name and can never shrink: nothing is
 left of it when the last process that has it is gone, however it went, and no access to it fails.
@@ -21,6 +22,8 @@ import weakref
 import torch
 from torch import Tensor
 
+from pearl.engine.device_arena import on_device
+
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 MADV_REMOVE, MADV_DONTFORK = 9, 10
 """madvise(2): punch a hole into the file behind a mapping; keep a mapping out of forked children."""
@@ -37,6 +40,7 @@ class Arena:
         self._private: list[mmap.mmap] = []
         self._shared: list[tuple[torch.UntypedStorage, int]] = []
         """(memory, file)."""
+        self._regions, self._no_regions = (None, "") if device.type == "cpu" else on_device(device)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A new tensor of zeros, committed page by page as it is written on a CPU.
@@ -44,6 +48,8 @@ class Arena:
         Raises OSError, OverflowError or RuntimeError if the memory cannot be had.
         """
         count = math.prod(shape)
+        if self._regions is not None and count:
+            return self._regions.zeros(shape, dtype)
         if self._device.type != "cpu" or not count:
             return torch.zeros(shape, dtype=dtype, device=self._device)
         region = _private_memory(count * dtype.itemsize)
@@ -74,19 +80,27 @@ class Arena:
 
     def check_returnable(self) -> None:
         """ValueError saying why the memory cannot be given back, if it cannot."""
-        if self._device.type != "cpu":
+        if self._device.type != "cpu" and self._regions is None:
             raise ValueError(
-                f"device={str(self._device)!r}: its memory cannot be given back and taken again at the same addresses by this "
-                "release, which does so on cpu"
+                f"device={str(self._device)!r}: its memory cannot be given back and taken again at the same addresses: "
+                f"{self._no_regions}"
             )
 
     def give_back(self) -> None:
-        """Returns the memory of all tensors to the system; touching them takes it again, as zeros. ValueError if it cannot."""
+        """Returns the memory of all tensors to the system until `take`. ValueError if it cannot."""
         self.check_returnable()
+        if self._regions is not None:
+            self._regions.give_back()
         for region in self._private:
             region.madvise(mmap.MADV_DONTNEED)
         for storage, _ in self._shared:
             _advise(storage.data_ptr(), storage.nbytes(), MADV_REMOVE)
+
+
+    def take(self) -> None:
+        """Takes it again: RuntimeError, and nothing taken, if there is not enough. On a CPU pages come as they are touched."""
+        if self._regions is not None:
+            self._regions.take()
 
 
 def _private_memory(nbytes: int) -> mmap.mmap:

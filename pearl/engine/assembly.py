@@ -100,7 +100,7 @@ def assemble(config: EngineConfig, comm: Communicator | None = None) -> Parts:
     served = kernels.serve(decoder.served_model(), pool, weight_memory.zeros)
     on_live, on_read = (None, None) if served is None else (served.load, served.restore)
     runner = ModelRunner(decoder, kernels, pool, block_size=config.block_size, served=served)
-    runner.graphs = _graphs(config, choice, runner)
+    runner.graphs = _graphs(config, choice)
     return Parts(
         model=model,
         decoder=decoder,
@@ -115,13 +115,12 @@ def assemble(config: EngineConfig, comm: Communicator | None = None) -> Parts:
     )
 
 
-def _graphs(config: EngineConfig, choice: Choice, runner: ModelRunner) -> DecodeGraphs | None:
+def _graphs(config: EngineConfig, choice: Choice) -> DecodeGraphs | None:
     """For kernels that can be captured, on one GPU: what ranks exchange within a step is not captured."""
     wanted = config.cuda_graphs and config.tensor_parallel == 1
     if not wanted or choice.device.type != "cuda" or choice.kernels.name not in GRAPHED:
         return None
     return DecodeGraphs(
-        runner.operations,
         cuda_capture(choice.device),
         device=choice.device,
         max_rows=config.max_num_seqs,

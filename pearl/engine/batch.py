@@ -59,7 +59,7 @@ def build_batch(
     starts = starts_S1.tolist()
     sampling = [row for row, scheduled in enumerate(ordered) if scheduled.samples]
     return ForwardBatch(
-        input_ids_T=_tensor(np.array(ids, dtype=np.int64), device),
+        input_ids_T=on_device(np.array(ids, dtype=np.int64), device),
         paged=_paged(members, np.array(positions, dtype=np.int64), lengths_S, starts_S1, len(decodes), block_size, device),
         sample_rows=[starts[row + 1] - 1 for row in sampling],
         sampled=[members[row] for row in sampling],
@@ -98,11 +98,11 @@ def _paged(
     blocks_T = tables_SN[rows_T, positions_T // block_size].astype(np.int64)
     context_S = (positions_T[starts_S1[1:] - 1] + 1).astype(np.int32)
     return PagedBatch(
-        positions_T=_tensor(positions_T, device),
-        slot_mapping_T=_tensor(blocks_T * block_size + positions_T % block_size, device),
-        query_starts_S1=_tensor(starts_S1, device),
-        context_lens_S=_tensor(context_S, device),
-        block_tables_SN=_tensor(tables_SN, device),
+        positions_T=on_device(positions_T, device),
+        slot_mapping_T=on_device(blocks_T * block_size + positions_T % block_size, device),
+        query_starts_S1=on_device(starts_S1, device),
+        context_lens_S=on_device(context_S, device),
+        block_tables_SN=on_device(tables_SN, device),
         num_decodes=num_decodes,
         max_query_len=int(lengths_S.max()),
         max_context_len=int(context_S.max()),
@@ -129,6 +129,7 @@ def _unknown(ids: list[int], ordered: list[ScheduledRequest], starts: list[int])
     return [(row, request_id) for row, request_id in last if ids[row] == PLACEHOLDER]
 
 
-def _tensor(array: np.ndarray, device: torch.device | None) -> Tensor:
+def on_device(array: np.ndarray, device: torch.device | None) -> Tensor:
+    """The array as a tensor there. It goes to a GPU from page-locked memory: any other copy waits for what is queued."""
     made = torch.from_numpy(array)
-    return made if device is None or device.type == "cpu" else made.to(device, non_blocking=True)
+    return made if device is None or device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)

@@ -199,6 +199,8 @@ class EngineCore(MovingRequests):
         for entry in reversed(output.requests):
             request = self.requests[entry.request_id]
             request.num_in_flight -= 1
+            if not request.num_in_flight and request.token_ids[-1] == PLACEHOLDER:
+                request.token_ids.pop()  # nobody draws it any more
             if request.status is RequestStatus.RUNNING:
                 self.scheduler.preempt(request)
             elif not request.num_in_flight:

@@ -29,6 +29,7 @@ from pearl.engine.philox import derive_seed
 from pearl.engine.request import Completion, Request, RequestUpdate
 from pearl.engine.served_weights import ServedWeights
 from pearl.engine.siblings import Siblings
+from pearl.engine.steps import Steps
 from pearl.protocol import KVReservation, SamplingParams
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class Engine(ServedWeights, HandOff):
             name=self._endpoint.worker,
             words=self._pool.leases,
         )
+        self._steps = Steps(self._core, self._runner, ahead=config.overlap)
         self._counter = 0
         self._whole_text: set[str] = set()
         self._siblings = Siblings()
@@ -257,23 +259,23 @@ class Engine(ServedWeights, HandOff):
     def step_updates(self) -> list[RequestUpdate]:
         """Runs one step; what it added to each request, ends included. Empty if nothing could run.
 
+        With `overlap` in the configuration a step's updates come with the next call, while the one after it is running.
         RuntimeError while no whole version of the weights is in. When the model raises (memory, an interrupt), the step has not
         happened.
         """
         if not self._store.ready and not self.asleep:
             raise RuntimeError("the engine has no weights: update_weights must bring a whole version before step")
         self._poll_moves()
-        output = self._core.schedule(self._clock.now())
-        try:
-            self._announce_growing()
-            result = self._runner.execute(output, self._core.requests, weight_version=self._store.version)
-        except BaseException:
-            self._core.cancel(output)
-            raise
+        fresh = self._steps.run(self._clock, self._store.version, self._announce_growing)
         updates, self._pending = self._pending, []
-        updates += self._outward(self._core.finish(output, result, self._clock.now()))
+        updates += self._outward(fresh)
         self._announce_offers()
         return updates
+
+    def _settle_steps(self) -> None:
+        """Waits for the step that is queued, if there is one; what it gave comes with the next step."""
+        self._pending += self._outward(self._steps.settle(self._clock))
+        self._announce_offers()
 
     def step(self) -> list[Completion]:
         """Runs one step and returns the requests that finished in it."""

@@ -29,6 +29,7 @@ from pearl.engine.models.params import Shard, kv_heads
 from pearl.engine.moving import Export
 from pearl.engine.request import RequestStatus, RequestUpdate
 from pearl.engine.role import DRAINS, Drain, RoleSwitchReport
+from pearl.engine.steps import Steps
 from pearl.engine.taking_in import TakingIn
 from pearl.engine.transfers import Transfers
 from pearl.engine.travel import state_of
@@ -48,6 +49,7 @@ class HandOff(TakingIn):
     on_growing: Callable[[KVTransfer], None] | None
     _runner: ModelRunner
     _pending: list[RequestUpdate]
+    _steps: Steps
 
     def _own_pool(self, parts: Parts, transports: Sequence[Transport] | None, comm: Communicator | None) -> None:
         tensor: Tensor = parts.runner.kv_pool
@@ -88,6 +90,9 @@ class HandOff(TakingIn):
     def step_updates(self) -> list[RequestUpdate]:
         raise NotImplementedError
 
+    def _settle_steps(self) -> None:
+        raise NotImplementedError
+
     # ------------------------------------------------------------------------------------------------ on the way out
 
     def take_handoffs(self) -> list[KVTransfer]:
@@ -102,6 +107,7 @@ class HandOff(TakingIn):
 
         ValueError if there is none.
         """
+        self._settle_steps()
         here = (RequestStatus.RUNNING, RequestStatus.WAITING)
         members = [self._core.requests.get(name) for name in self._siblings.members(request_id)]
         found = [request for request in members if request is not None and request.status in here]
@@ -187,6 +193,7 @@ class HandOff(TakingIn):
 
     def _switch(self, role: Role, drain: Drain) -> int:
         """The change itself; how many requests leave."""
+        self._settle_steps()
         switch = self._core.switch_role(role, drain, self._clock.now())
         self._announce_offers()
         self._settle_moves()
@@ -206,7 +213,7 @@ class HandOff(TakingIn):
                 came = self.step_updates()
                 updates += came
                 left = left & running.keys()
-                if not came:
+                if not came and not self._steps.queued:
                     break
         finally:
             self._pending[:0] = updates

@@ -10,20 +10,36 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pearl.engine.batch import ForwardBatch, PromptRows, build_batch
-from pearl.engine.kernels.interface import Kernels, LayerMark, ServedDecoder
+from pearl.engine.batch import ForwardBatch, PromptRows, build_batch, on_device
+from pearl.engine.cuda_graph import DecodeGraphs
+from pearl.engine.kernels.interface import Kernels, LayerMark, PagedBatch, ServedDecoder
 from pearl.engine.migration.transport import LAYER_BITS, LeaseWords
 from pearl.engine.models.decoder import Decoder, paged_attend
 from pearl.engine.request import PLACEHOLDER, Request, SampledToken, SchedulerOutput, StepResult
-from pearl.engine.sampler import sample
+from pearl.engine.sampler import penalised, queue_sample
 
 LOGITS_AT_ONCE = 1 << 24
 """Numbers of fp32 logits held at one time while prompt positions are scored (64 MiB)."""
+
+
+class Queued(NamedTuple):
+    """What the newest step draws: the ids on the device (None: nothing), the row of each request, and what waits for them."""
+
+    ids_R: Tensor | None
+    rows: dict[str, int]
+    tokens: Callable[[], dict[str, SampledToken]]
+
+    def ids_of(self, rows_U: Tensor) -> Tensor:
+        """The ids of some rows, on the device; a row that failed has one that is void, as its output will be."""
+        assert self.ids_R is not None
+        return self.ids_R[rows_U]
 
 
 class ModelRunner:
@@ -42,33 +58,49 @@ class ModelRunner:
         self.block_size = block_size
         self.progress: LeaseWords | None = None
         """Where it says how many layers of a step are written, while others read along."""
+        self.graphs: DecodeGraphs | None = None
+        """Graphs of `operations`, for steps that nobody reads along with."""
         self._step = 0
-        self._last_ids: dict[str, int] = {}
+        self._last = Queued(None, {}, dict)
 
     @property
     def last_ids(self) -> dict[str, int]:
         """Request -> the id that the newest step drew for it."""
-        return self._last_ids
+        return {request_id: token.token_id for request_id, token in self._last.tokens().items()}
 
-    @torch.inference_mode()
     def execute(self, output: SchedulerOutput, requests: Mapping[str, Request], *, weight_version: int) -> StepResult:
         """Runs one step; `weight_version` is the version of the weights it runs with. An empty output gives an empty result."""
+        return self.launch(output, requests, weight_version=weight_version)()
+
+    @torch.inference_mode()
+    def launch(
+        self, output: SchedulerOutput, requests: Mapping[str, Request], *, weight_version: int
+    ) -> Callable[[], StepResult]:
+        """Queues a step on the device, whose last one may still be running; what is returned waits for its result.
+
+        It waits itself where penalties need to know what the last step drew, or prompts are scored.
+        """
         if not output.requests:
-            return StepResult(sampled={}, weight_version=weight_version)
+            return lambda: StepResult(sampled={}, weight_version=weight_version)
         batch = self.prepare(output, requests)
         self._step = output.step
         hidden_TD = self.forward(batch)
-        return StepResult(
-            sampled=self.draw(batch, hidden_TD),
-            prompt_logprobs={rows.request_id: self._prompt_logprobs(hidden_TD, rows) for rows in batch.prompt_rows},
-            weight_version=weight_version,
-        )
+        before = self._last
+        try:
+            sampled = self.queue_draw(batch, hidden_TD)
+            scores = {rows.request_id: self._prompt_logprobs(hidden_TD, rows) for rows in batch.prompt_rows}
+        except BaseException:
+            self._last = before  # this step has not happened; the one before may still be waited for
+            raise
+        return lambda: StepResult(sampled=sampled(), prompt_logprobs=scores, weight_version=weight_version)
 
     def prepare(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> ForwardBatch:
-        """The step's tensors, with ids that the last step drew filled in."""
+        """The step's tensors, with ids that the last step drew filled in: on the device, known or not."""
         batch = build_batch(output, requests, self.block_size, self.kv_pool.device)
-        for row, request_id in batch.unknown:
-            batch.input_ids_T[row] = max(self._last_ids[request_id], 0)  # a failed row's id is -1; its output is void
+        if batch.unknown:
+            rows, names = zip(*batch.unknown, strict=True)
+            index_2U = on_device(np.array([rows, [self._last.rows[name] for name in names]]), self.kv_pool.device)
+            batch.input_ids_T.index_copy_(0, index_2U[0], self._last.ids_of(index_2U[1]))
         return batch
 
     @torch.inference_mode()
@@ -79,9 +111,16 @@ class ModelRunner:
             words = self.progress
             mark = None if words is None else LayerMark(words.layer_address, self._step << LAYER_BITS)
             return self._served.forward(self.decoder.embedded(batch.input_ids_T), batch.paged, add_up, mark)
-        written = None if self.progress is None else functools.partial(self.progress.layer_done, self._step)
-        attend = paged_attend(self.kernels, self.kv_pool, batch.paged, self.decoder.config, written)
-        return self.decoder(batch.input_ids_T, batch.paged.positions_T, attend)
+        if self.progress is not None:
+            written = functools.partial(self.progress.layer_done, self._step)
+            return self.operations(batch.input_ids_T, batch.paged, written)
+        hidden_TD = None if self.graphs is None else self.graphs.run(self.operations, batch.input_ids_T, batch.paged)
+        return self.operations(batch.input_ids_T, batch.paged) if hidden_TD is None else hidden_TD
+
+    def operations(self, input_ids_T: Tensor, paged: PagedBatch, written: Callable[[int], None] | None = None) -> Tensor:
+        """The step operation by operation; `written` is told in how many layers its KV is."""
+        attend = paged_attend(self.kernels, self.kv_pool, paged, self.decoder.config, written)
+        return self.decoder(input_ids_T, paged.positions_T, attend)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """fp32 logits [N, V]."""
@@ -90,23 +129,29 @@ class ModelRunner:
     @torch.inference_mode()
     def draw(self, batch: ForwardBatch, hidden_TD: Tensor) -> dict[str, SampledToken]:
         """Logits of the sampling rows only, and a token for each."""
+        return self.queue_draw(batch, hidden_TD)()
+
+    @torch.inference_mode()
+    def queue_draw(self, batch: ForwardBatch, hidden_TD: Tensor) -> Callable[[], dict[str, SampledToken]]:
+        """As `draw`; what is returned waits for the tokens."""
         if not batch.sampled:
-            self._last_ids = {}
-            return {}
+            self._last = Queued(None, {}, dict)
+            return dict
         everything = len(batch.sample_rows) == hidden_TD.shape[0]
         logits_RV = self.logits(hidden_TD if everything else hidden_TD[batch.sample_rows])
         members = [self._known(*pair) for pair in zip(batch.sampled, batch.positions_R, strict=True)]
-        tokens = sample(logits_RV, members, batch.positions_R, self.kernels.draw)
-        drawn = {request.request_id: token for request, token in zip(batch.sampled, tokens, strict=True)}
-        self._last_ids = {request_id: token.token_id for request_id, token in drawn.items()}
+        ids_R, tokens = queue_sample(logits_RV, members, batch.positions_R, self.kernels)
+        names = [request.request_id for request in batch.sampled]
+        drawn = functools.cache(lambda: dict(zip(names, tokens(), strict=True)))
+        self._last = Queued(ids_R, {name: row for row, name in enumerate(names)}, drawn)
         return drawn
 
     def _known(self, request: Request, position: int) -> Request:
         """The request as penalties must see it: with the id that the last step drew, where finishing it is still due."""
         last = request.num_prompt_tokens + position - 1
-        if request.token_ids[last] != PLACEHOLDER:
+        if request.token_ids[last] != PLACEHOLDER or not penalised(request.params):
             return request
-        ids = [*request.token_ids[:last], max(self._last_ids[request.request_id], 0)]
+        ids = [*request.token_ids[:last], max(self._last.tokens()[request.request_id].token_id, 0)]
         return dataclasses.replace(request, token_ids=ids)
 
     def _prompt_logprobs(self, hidden_TD: Tensor, rows: PromptRows) -> list[float]:

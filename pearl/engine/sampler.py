@@ -12,12 +12,12 @@ Shapes: S rows, V vocabulary, R the rows (of S) that a step is about.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from pearl.engine.kernels.interface import Draw, Drawn, DrawRows
+from pearl.engine.kernels.interface import Draw, Drawn, DrawRows, Kernels, QueuesDraws
 from pearl.engine.philox import uniforms
 from pearl.engine.request import Request, SampledToken
 from pearl.protocol import SamplingParams
@@ -60,6 +60,28 @@ def sample(
 # ---------------------------------------------------------------------------------------------------- by kernels
 
 
+def queue_sample(
+    logits_SV: Tensor, requests: Sequence[Request], positions: Sequence[int], kernels: Kernels
+) -> tuple[Tensor, Callable[[], list[SampledToken]]]:
+    """As `sample`: the ids where the logits are (void for rows with an error), and what waits for the tokens.
+
+    Kernels that queue their draws do not make the caller wait for the device; with others the tokens are there already.
+    """
+    if not isinstance(kernels, QueuesDraws):
+        tokens = sample(logits_SV, requests, positions, kernels.draw)
+        ids = [max(token.token_id, 0) for token in tokens]
+        return torch.tensor(ids, dtype=torch.int64, device=logits_SV.device), lambda: tokens
+    params = [request.params for request in requests]
+    scores_SV, masked_out = _min_tokens_masked(_penalised(logits_SV, requests, positions), requests, positions)
+    ids_S, collect = kernels.queue_draw(scores_SV, logits_SV, _draw_rows(requests, positions))
+    return ids_S, lambda: _as_tokens(collect(), params, masked_out)
+
+
+def penalised(params: SamplingParams) -> bool:
+    """Whether what was said before changes the scores."""
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
 def _draw_rows(requests: Sequence[Request], positions: Sequence[int]) -> DrawRows:
     params = [request.params for request in requests]
     return DrawRows(
@@ -97,11 +119,7 @@ def _as_tokens(drawn: Drawn, params: list[SamplingParams], masked_out: list[int]
 
 def _penalised(logits_SV: Tensor, requests: Sequence[Request], positions: Sequence[int]) -> Tensor:
     """Repetition penalty over prompt and output (Keskar et al. 2019), presence and frequency over the output alone."""
-    rows = [
-        row
-        for row, request in enumerate(requests)
-        if (p := request.params).repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
-    ]
+    rows = [row for row, request in enumerate(requests) if penalised(request.params)]
     if not rows:
         return logits_SV
     chosen = [requests[row] for row in rows]

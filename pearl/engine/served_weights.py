@@ -37,6 +37,9 @@ class ServedWeights:
     def _outward(self, updates: list[RequestUpdate]) -> list[RequestUpdate]:
         raise NotImplementedError
 
+    def _settle_steps(self) -> None:
+        raise NotImplementedError
+
     # ------------------------------------------------------------------------------------------------ versions
 
     @property
@@ -63,6 +66,7 @@ class ServedWeights:
         _check_choice("mode", mode, UPDATE_MODES)
         self._check_awake()
         self._check_nothing_staged(f"version={version}")
+        self._settle_steps()
         if way == "streaming":
             self._stream(tensors, version, mode)
             return
@@ -100,6 +104,7 @@ class ServedWeights:
         _check_choice("mode", mode, UPDATE_MODES)
         if self._store.staged_version != version:
             raise ValueError(f"version={version}: {self._store.staged_version} is staged")
+        self._settle_steps()
         self._store.commit()
         self._serve(version, mode)
 
@@ -109,6 +114,7 @@ class ServedWeights:
 
     def drop_weights(self) -> None:
         """Forgets the version in place: running requests give way, and a step raises until a whole version is in again."""
+        self._settle_steps()
         self._store.drop()
         self._core.lose_kv()
 
@@ -138,6 +144,7 @@ class ServedWeights:
         leaving: list[Arena] = [self._kv_memory] + ([self._weight_memory] if weights == "drop" else [])
         for memory in leaving:
             memory.check_returnable()
+        self._settle_steps()
         self._core.sleep()
         self._store.discard()  # and with it the memory kept for the next second copy
         if weights == "drop":
@@ -146,9 +153,18 @@ class ServedWeights:
             memory.give_back()
 
     def wake(self) -> None:
-        """Takes the memory again. After `sleep("drop")` a step raises until a whole version is in. ValueError if awake."""
+        """Takes the memory again. After `sleep("drop")` a step raises until a whole version is in. ValueError if awake.
+
+        RuntimeError if somebody else has the memory of a GPU now: the engine sleeps on, without any.
+        """
         if not self._core.asleep:
             raise ValueError("wake: the engine is awake")
+        self._kv_memory.take()
+        try:
+            self._weight_memory.take()
+        except RuntimeError:
+            self._kv_memory.give_back()
+            raise
         if self._kv_fill is not None:
             self._kv_pool.fill_(self._kv_fill)
         self._core.wake()

@@ -46,12 +46,13 @@ class Capturing:
 
 def graphs_of(engine: Engine, capture: Capturing) -> DecodeGraphs:
     """Graphs for an engine on a CPU. Reference kernels plan on the host, once per batch: each forward pass gets a new one."""
-    runner = engine._runner
+    runner, operations = engine._runner, engine._runner.operations
 
-    def forward(ids_T: Tensor, batch: PagedBatch) -> Tensor:
-        return runner.operations(ids_T, dataclasses.replace(batch, max_context_len=int(batch.context_lens_S.max())))
+    def planned(ids_T: Tensor, batch: PagedBatch) -> Tensor:
+        return operations(ids_T, dataclasses.replace(batch, max_context_len=int(batch.context_lens_S.max())))
 
-    runner.graphs = DecodeGraphs(forward, capture, device=CPU, max_rows=8, max_context=64, width=20)
+    runner.operations = planned
+    runner.graphs = DecodeGraphs(capture, device=CPU, max_rows=8, max_context=64, width=20)
     return runner.graphs
 
 
@@ -181,7 +182,7 @@ def test_what_cannot_be_captured_stays_eager(folder: Path, caplog: pytest.LogCap
 def test_a_table_that_is_too_wide_is_run_eagerly(folder: Path) -> None:
     engine, capture = engine_of(folder), Capturing()
     runner = engine._runner
-    runner.graphs = DecodeGraphs(runner.operations, capture, device=CPU, max_rows=8, max_context=64, width=2)
+    runner.graphs = DecodeGraphs(capture, device=CPU, max_rows=8, max_context=64, width=2)
     assert tokens(engine) == tokens(engine_of(folder))
     assert capture.captures == capture.replays == 0
 
@@ -194,7 +195,7 @@ def test_rows_that_fill_up_repeat_the_last_one(folder: Path) -> None:
         seen.append(batch)
         return ids_T[:, None].float()
 
-    graphs = DecodeGraphs(forward, Capturing(), device=CPU, max_rows=8, max_context=64, width=4)
+    graphs = DecodeGraphs(Capturing(), device=CPU, max_rows=8, max_context=64, width=4)
     batch = dataclasses.replace(
         batch_of([1] * 5, 9),
         slot_mapping_T=torch.tensor([40, 8, 12, 16, 33]),
@@ -202,7 +203,7 @@ def test_rows_that_fill_up_repeat_the_last_one(folder: Path) -> None:
         context_lens_S=torch.tensor([9, 1, 5, 1, 6], dtype=torch.int32),
         block_tables_SN=torch.arange(10, dtype=torch.int32).view(5, 2),
     )
-    hidden = graphs.run(torch.tensor([1, 2, 3, 4, 5]), batch)
+    hidden = graphs.run(forward, torch.tensor([1, 2, 3, 4, 5]), batch)
     assert hidden is not None and hidden[:, 0].tolist() == [1, 2, 3, 4, 5]
     (filled,) = seen
     assert filled.slot_mapping_T.tolist() == [40, 8, 12, 16, 33, 33, 33, 33]
@@ -226,6 +227,12 @@ def test_graphs_on_a_gpu(folder: Path) -> None:
     assert tokens(engine) != expected
     engine.update_weights(named(0), 2)
     assert tokens(engine) == expected
+
+
+@pytest.mark.gpu
+def test_steps_ahead_with_graphs_on_a_gpu(folder: Path) -> None:
+    settings = dict(kernels="triton", device="cuda", max_num_seqs=8)
+    assert tokens(make(folder, **settings, overlap=True)) == tokens(make(folder, **settings, cuda_graphs=False))
 
 
 @pytest.mark.gpu

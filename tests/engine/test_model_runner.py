@@ -162,3 +162,30 @@ def test_only_rows_that_are_needed_reach_the_vocabulary(folder: Path, monkeypatc
     add(core, "b", hf_models.prompt(20, seed=1), max_tokens=2)
     drive(core, runner, 1)
     assert rows == [2, 2]
+
+
+def test_ids_of_the_step_before_outlive_one_that_fails(folder: Path, hf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of one request of two fails after its draw was queued; the next reads both ids of the step before it."""
+    core, runner = parts_of(folder)
+    prompts = {name: hf_models.prompt(3, seed=seed) for seed, name in enumerate(("one", "other"))}
+    for name, prompt in prompts.items():
+        add(core, name, prompt, temperature=0.0, max_tokens=6)
+    first = core.schedule(0.0)
+    queued = runner.launch(first, core.requests, weight_version=0)
+    whole = runner.queue_draw
+
+    def failing(batch, hidden_TD):
+        whole(batch, hidden_TD)
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(runner, "queue_draw", failing)
+    with pytest.raises(MemoryError):
+        runner.launch(SchedulerOutput(step=9, requests=first.requests[:1]), core.requests, weight_version=0)
+    monkeypatch.undo()
+    second = core.schedule(0.0)
+    assert len(second.requests) == len(first.requests) == 2
+    after = runner.launch(second, core.requests, weight_version=0)
+    core.finish(first, queued(), 0.0)
+    core.finish(second, after(), 0.0)
+    for name, prompt in prompts.items():
+        assert core.requests[name].output_token_ids == hf_models.greedy(hf, prompt, 2)[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -158,7 +160,7 @@ def test_requests_are_handed_over_with_what_was_queued(folder: Path) -> None:
     run(source)
 
 
-@pytest.mark.parametrize("where", ["launch", "result"])
+@pytest.mark.parametrize("where", ["launch", "draw", "result"])
 def test_a_step_that_fails_has_not_happened(folder: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither has the one queued behind it; what was finished before is told, and everything goes on."""
     engine = make(folder, overlap=True)
@@ -166,7 +168,11 @@ def test_a_step_that_fails_has_not_happened(folder: Path, where: str, monkeypatc
     expected = results(make_and_add(folder))
     for _ in range(3):
         engine._pending = engine.step_updates()
-    launch = engine._runner.launch
+    launch, draw = engine._runner.launch, engine._runner.queue_draw
+
+    def drawn_in_vain(batch, hidden_TD):
+        draw(batch, hidden_TD)
+        raise MemoryError("no room")
 
     def failing(output, requests, *, weight_version):
         if where == "launch":
@@ -178,7 +184,10 @@ def test_a_step_that_fails_has_not_happened(folder: Path, where: str, monkeypatc
 
         return result
 
-    monkeypatch.setattr(engine._runner, "launch", failing)
+    if where == "draw":
+        monkeypatch.setattr(engine._runner, "queue_draw", drawn_in_vain)
+    else:
+        monkeypatch.setattr(engine._runner, "launch", failing)
     with pytest.raises(MemoryError):
         for _ in range(2):
             engine._pending = engine.step_updates()
@@ -196,3 +205,69 @@ def make_and_add(folder: Path) -> Engine:
 def test_ranks_do_not_overlap() -> None:
     with pytest.raises(ValueError, match="engine.overlap=True: must be False with tensor_parallel=2"):
         EngineConfig(overlap=True, tensor_parallel=2)
+
+
+def something(engine: Engine, rng: random.Random, added: dict[str, list[int]], gone: set[str]) -> None:
+    """One command out of many, or none."""
+    live = [name for name in added if name in engine._core.requests]
+    what = rng.randrange(14)
+    if what < 4 and len(live) < 6:
+        name = f"r{len(added)}"
+        added[name] = hf_models.prompt(rng.randint(1, 14), seed=len(added))
+        engine.add_request(added[name], SamplingParams(temperature=0.0, max_tokens=rng.randint(1, 8)), request_id=name)
+    elif what == 4 and live:
+        gone.add(rng.choice(live))
+        engine.abort(sorted(gone)[-1])
+    elif what == 5 and live:
+        engine.preempt(rng.choice(live))
+    elif what == 6:
+        try:
+            sleep_and_wake(engine)
+        except ValueError:
+            assert engine._core.exports  # the step that was waited for has made an offer, whose lease protects the pool
+    elif what == 7:
+        engine.switch_role(rng.choice(list(Role)), rng.choice(["handover", "recompute"]))
+    elif what == 8 and engine._core.scheduler.running:
+        name = rng.choice(list(engine._core.scheduler.running))
+        with contextlib.suppress(ValueError):  # it may end in the step that is waited for
+            engine.export_kv(name)
+            for export in list(engine._core.exports):
+                engine.finish_export(export, False)
+    elif what == 9:
+        engine.reset_prefix_cache()
+    elif what == 10:
+        (engine.resume if engine.paused else engine.pause)()
+    for transfer in engine.take_handoffs():
+        engine.finish_export(transfer.transfer_id, False)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_lives(folder: Path, seed: int) -> None:
+    """Whatever is done in whatever order, greedy requests get the model's tokens, each once, and the books balance."""
+    rng, added, gone = random.Random(seed), {}, set()
+    engine = make(folder, overlap=True, max_batch_tokens=8, max_num_seqs=4, num_blocks=rng.choice([16, 60]))
+    told: dict[str, list[int]] = {}
+    done: dict[str, list[int]] = {}
+
+    def step() -> None:
+        for update in engine.step_updates():
+            told.setdefault(update.request_id, []).extend(update.token_ids)
+            if update.completion is not None:
+                done[update.request_id] = update.completion.token_ids
+        engine.check_integrity()
+
+    for _ in range(150):
+        something(engine, rng, added, gone)
+        engine.check_integrity()
+        step()
+    engine.resume()
+    engine.switch_role(Role.MIXED)
+    for _ in range(500):
+        if not engine.has_unfinished():
+            break
+        step()
+    assert done.keys() == added.keys() and len(added) > 10
+    for name, ids in added.items():
+        assert told.get(name, []) == done[name]
+        assert done[name] == oracle(tuple(ids), 8)[0][: len(done[name])]
+        assert name in gone or done[name]

@@ -1,7 +1,7 @@
 """Which kernels serve a combination of device, dtype, model and block size. Owns the choice, no arithmetic.
 
-"auto" takes the first set in `PREFERENCE` that does not refuse; a name takes that set or raises with its reason. The answer
-carries `why`, which start-up logs print: a choice is never silent.
+"auto" takes the first set in the device's `PREFERENCE` that does not refuse; a name takes that set or raises with its reason.
+The answer carries `why`, which start-up logs print: a choice is never silent.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ KERNELS: dict[str, Callable[[], Kernels]] = {
     "flashinfer": _flashinfer,
     "reference": ReferenceKernels,
 }
-"""Those of a GPU are imported when they are asked for: Triton is an extra and takes a second. They are not yet what "auto"
-takes, since they were not run on a GPU."""
-PREFERENCE: tuple[str, ...] = ("cpu", "reference")
+"""Those of a GPU are imported when they are asked for: Triton is an extra and takes a second."""
+PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
+"""By type of device. FlashInfer only by name: it was not compared with Triton yet."""
 
 
 class KernelChoice(NamedTuple):
@@ -52,7 +52,7 @@ def choose(name: str, *, device: torch.device, dtype: torch.dtype, model: ModelC
     if name != "auto" and name not in KERNELS:
         raise ValueError(f"kernels={name!r}: must be one of auto, {', '.join(KERNELS)}")
     refusals: list[str] = []
-    for candidate in PREFERENCE if name == "auto" else (name,):
+    for candidate in PREFERENCE.get(device.type, ("reference",)) if name == "auto" else (name,):
         try:
             kernels = KERNELS[candidate]()
         except ImportError as error:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import hf_models
 import pytest
+from torch import Tensor
 from triton_cases import DEVICE
 
 pytest.importorskip("triton", reason="the Triton kernels need the package triton (extras cuda and dev)")
 
 from pearl.config import EngineConfig
+from pearl.engine.cuda_graph import DecodeGraphs
 from pearl.engine.engine import Engine
 from pearl.engine.kernels import registry
 from pearl.engine.kernels.triton.kernels import TritonKernels, unsupported
@@ -49,9 +52,13 @@ class Noting(Run):
         super().__call__(kernel, grid, **arguments)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_engine(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt in chunks, one that decodes beside them, one with a cached prefix: ids and log-probs of transformers."""
+@pytest.mark.parametrize(("name", "ahead"), [*((name, False) for name in MODELS), ("groups of 7, tied", True)])
+def test_engine(name: str, ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt in chunks, one that decodes beside them, one with a cached prefix: ids and log-probs of transformers.
+
+    `ahead`: steps are queued before the last one's ids are known, and those of single tokens run as a graph would: over the
+    memory and with the launches of the largest context (1100 keys, three splits) and of more rows.
+    """
     launch = Noting()
     monkeypatch.setitem(registry.KERNELS, "reference", lambda: AnyDevice(launch))
     build, overrides = MODELS[name]
@@ -59,9 +66,16 @@ def test_engine(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     engine = Engine(
         EngineConfig(
             model=hf_models.save(model, tmp_path), dtype="float32", kernels="reference", device=DEVICE.type, block_size=4,
-            num_blocks=40, kv_fill=math.nan, max_batch_tokens=8,
+            num_blocks=40, kv_fill=math.nan, max_batch_tokens=8, overlap=ahead,
         )
     )  # fmt: skip
+    runner, replayed = engine._runner, []
+
+    def capture(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return lambda: replayed.append(run()) or replayed[-1]
+
+    if ahead:
+        runner.graphs = DecodeGraphs(capture, device=DEVICE, max_rows=4, max_context=1100, width=70)
     long, short = hf_models.prompt(13, seed=1), hf_models.prompt(3, seed=2)
     expected = {}
     for ids in (short, long, [*long[:8], 5, 6]):
@@ -74,5 +88,6 @@ def test_engine(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert done[rid].token_ids == ids
         assert done[rid].logprobs == pytest.approx(logprobs, abs=1e-4)
     engine.check_integrity()
+    assert bool(replayed) == ahead
     assert {"rms_norm_kernel", "qk_norm_rope_kernel", "store_kv_kernel", "attention_kernel"} <= launch.names
     assert ("grouped_product_kernel" if name == "experts" else "silu_and_mul_kernel") in launch.names

@@ -6,6 +6,8 @@ They have no backward pass: training goes through `reference`, and for the log-p
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -92,6 +94,9 @@ class TritonKernels:
 
     def draw(self, scores_SV: Tensor, logits_SV: Tensor, rows: DrawRows) -> Drawn:
         return sampling.draw(scores_SV.contiguous(), logits_SV.contiguous(), rows, self._launch)
+
+    def queue_draw(self, scores_SV: Tensor, logits_SV: Tensor, rows: DrawRows) -> tuple[Tensor, Callable[[], Drawn]]:
+        return sampling.queue(scores_SV.contiguous(), logits_SV.contiguous(), rows, self._launch)
 
     def serve(self, model: ServedModel, kv_pool: Tensor, memory: object) -> None:
         return None

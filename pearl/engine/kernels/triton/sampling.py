@@ -9,6 +9,8 @@ Shapes: S rows, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import triton
@@ -253,9 +255,32 @@ def penalise_kernel(
 
 
 def draw(scores_SV: Tensor, logits_SV: Tensor, rows: DrawRows, launch: Launcher = run) -> Drawn:
-    """As `interface.Draw` says; the scores are contiguous. One copy to the device, and one back when it is done."""
-    table = asked_table(rows, scores_SV.device)
-    ids_S, logprobs_S, good_S, bounds_S4 = sample(scores_SV, logits_SV, table, launch)
+    """As `interface.Draw` says; the scores are contiguous."""
+    return queue(scores_SV, logits_SV, rows, launch)[1]()
+
+
+def queue(
+    scores_SV: Tensor, logits_SV: Tensor, rows: DrawRows, launch: Launcher = run
+) -> tuple[Tensor, Callable[[], Drawn]]:
+    """The draw as `interface.QueuesDraws` says: one copy to the device, and those back are queued behind it."""
+    ids_S, logprobs_S, good_S, bounds_S4 = sample(scores_SV, logits_SV, asked_table(rows, scores_SV.device), launch)
+    # Page-locked on the host: a copy that does not wait. Only what comes before the event is waited for.
+    copies = [part.to("cpu", non_blocking=True) for part in (ids_S, logprobs_S, good_S)]
+    through = torch.cuda.current_stream(ids_S.device).record_event() if ids_S.is_cuda else None
+
+    def collect() -> Drawn:
+        if through is not None:
+            through.synchronize()
+        return _collected(copies, scores_SV, logits_SV, bounds_S4, rows)
+
+    return ids_S, collect
+
+
+def _collected(
+    copies: list[Tensor], scores_SV: Tensor, logits_SV: Tensor, bounds_S4: Tensor, rows: DrawRows
+) -> Drawn:
+    """What is told of each row; the likeliest ids, where they are asked for, wait for all that is queued."""
+    ids_S, logprobs_S, good_S = copies
     bests: list[list[tuple[int, float]]] = [[] for _ in rows.bests]
     for row, count in enumerate(rows.bests):
         if count:
