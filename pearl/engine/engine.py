@@ -344,6 +344,11 @@ class Engine(ServedWeights, HandOff):
         """Raises with details if the block pool's books do not balance."""
         self._core.check_integrity()
 
+    def close(self) -> None:
+        """Ends the connections by which KV comes and goes, which the end of the process does too. Nothing is served afterwards;
+        a second call does nothing."""
+        self._transfers.close()
+
 
 def _check_name(field: str, value: str | None) -> None:
     """Names are hashed in the middle of a step, and the zero character is kept for siblings: ValueError for a bad one."""

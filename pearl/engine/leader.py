@@ -270,6 +270,7 @@ class Leader(Engine):
             with contextlib.suppress(CollectiveError):
                 self._send(calls.Close(now=self._now()))
             self._gone = "it was closed"
+        super().close()
 
     # ------------------------------------------------------------------------------------------------ inside
 

@@ -65,8 +65,7 @@ class LLM:
 
     def close(self) -> None:
         """Ends the other ranks of a tensor-parallel instance; also done when the program ends. Nothing is served afterwards."""
-        if isinstance(self.engine, Leader):
-            self.engine.close()
+        self.engine.close()
         self._stop()
 
     def __enter__(self) -> LLM:

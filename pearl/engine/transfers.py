@@ -63,6 +63,10 @@ class Transfers:
         for transport in self.transports:
             transport.poll()
 
+    def close(self) -> None:
+        for transport in self.transports:
+            transport.close()
+
     # ------------------------------------------------------------------------------------------------ on the way in
 
     @property

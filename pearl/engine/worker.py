@@ -66,6 +66,7 @@ def follow(
     while True:
         for call in receive_calls(comm):
             if isinstance(call, Close):
+                engine.close()
                 return
             try:
                 with clock.held(call.now):

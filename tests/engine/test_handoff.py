@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import threading
 from pathlib import Path
 
 import hf_models
@@ -651,3 +652,24 @@ def test_an_engine_alone_serves_its_own_offers(folder: Path) -> None:
     engine.finish_export(transfer.transfer_id, False)
     assert_greedy(next(iter(run(engine).values()))[0], 8)
     assert engine.stats().role is Role.PREFILL
+
+
+# ---------------------------------------------------------------------------------------------------- the end of an engine
+
+
+def test_a_closed_engine_leaves_no_thread(folder: Path) -> None:
+    before = set(threading.enumerate())
+    source, target = (make(folder, role=role) for role in (Role.PREFILL, Role.DECODE))
+    source.add_request(hf_models.prompt(9), GREEDY)
+    while not (transfers := source.take_handoffs()):
+        source.step()
+    assert target.import_kv(transfers[0], transport="gloo")
+    while target.has_unfinished():
+        target.step()
+        source.step()
+    assert set(threading.enumerate()) - before
+    for engine in (source, target, source, target):
+        engine.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20)
+        assert not thread.is_alive(), thread.name

@@ -200,6 +200,10 @@ class Transport(Protocol):
         """On the source, between two steps: goes on with what is being sent, without waiting."""
         return
 
+    def close(self) -> None:
+        """Ends its connections and threads; nothing is sent or brought any more."""
+        return
+
     def refusal(self, transfer: KVTransfer, pool: Pool) -> str | None:
         """On the receiver: why this transport can never bring `transfer` into `pool`, or None. A source that is gone is no
         reason: `begin` finds that out."""
