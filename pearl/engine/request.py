@@ -14,7 +14,7 @@ Invariants of a Request
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pearl.protocol import FinishReason, SamplingParams
 
@@ -103,15 +103,32 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOutput:
-    """Which tokens run in step `step`: the decision of the batch scheduler. Empty `requests` means nothing can run now."""
+    """Which tokens run in step `step`: the decision of the batch scheduler. Empty `requests` means nothing can run now.
+
+    `num_steps` > 1: this and the steps after it, which differ in nothing but positions: all entries are decodes, and in the
+    i-th of them (from 0) each runs the position `start` + i.
+    """
 
     step: int
     requests: tuple[ScheduledRequest, ...]
     preempted: tuple[str, ...] = ()
+    num_steps: int = 1
 
     @property
     def num_tokens(self) -> int:
-        return sum(scheduled.num_tokens for scheduled in self.requests)
+        return self.num_steps * sum(scheduled.num_tokens for scheduled in self.requests)
+
+    def expand(self) -> list[SchedulerOutput]:
+        """The single steps."""
+        if self.num_steps == 1:
+            return [self]
+        return [
+            SchedulerOutput(
+                step=self.step + number,
+                requests=tuple(replace(entry, start=entry.start + number) for entry in self.requests),
+            )
+            for number in range(self.num_steps)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
