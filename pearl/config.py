@@ -15,6 +15,11 @@ from pearl.field_checks import above_zero as above_zero
 from pearl.field_checks import at_least as at_least
 from pearl.field_checks import one_of as one_of
 from pearl.protocol import Role, SamplingParams
+from pearl.scheduler_options import BorrowSettings as BorrowSettings
+from pearl.scheduler_options import ElasticOptions as ElasticOptions
+from pearl.scheduler_options import ExpandSettings as ExpandSettings
+from pearl.scheduler_options import PdSettings as PdSettings
+from pearl.scheduler_options import SchedOptions as SchedOptions
 from pearl.training_options import AlgorithmOptions as AlgorithmOptions
 from pearl.training_options import TrainerOptions as TrainerOptions
 from pearl.training_options import check_layers
@@ -216,7 +221,8 @@ class Config:
     synchronous, and None means 0 for one rank (which takes turns) and 1 for more. `save_steps` (a checkpoint to resume from,
     the last `keep_checkpoints` are kept) and `eval_steps`: every so many steps, 0 for never; the final policy is always
     saved. `trace` writes trace.json for ui.perfetto.dev; `check_weights` compares trainer and engines bit by bit after each
-    publication, and ends the run if they differ. `chosen` names the settings that `resolve` filled in for one number of ranks;
+    publication, and ends the run if they differ. `device`: "auto", or "emulated:PROFILE" for workers without a model, whose
+    steps take as long as the cost profile says. `chosen` names the settings that `resolve` filled in for one number of ranks;
     see `unresolved`.
     """
 
@@ -233,6 +239,7 @@ class Config:
     eval_episodes: int = 64
     trace: bool = False
     check_weights: bool = False
+    device: str = "auto"
     model: ModelOptions = field(default_factory=ModelOptions)
     env: EnvOptions = field(default_factory=EnvOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
@@ -243,6 +250,11 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     cluster: ClusterOptions = field(default_factory=ClusterOptions)
     timeouts: Timeouts = field(default_factory=Timeouts)
+    pd: PdSettings = field(default_factory=PdSettings)
+    borrow: BorrowSettings = field(default_factory=BorrowSettings)
+    expand: ExpandSettings = field(default_factory=ExpandSettings)
+    sched: SchedOptions = field(default_factory=SchedOptions)
+    elastic: ElasticOptions = field(default_factory=ElasticOptions)
     chosen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -251,8 +263,8 @@ class Config:
         if self.engine.tensor_parallel != 1:
             several = f"engine.tensor_parallel={self.engine.tensor_parallel}"
             raise ValueError(f"{several}: a job serves with engines of 1 rank in this release; LLM takes more")
-        if self.engine.role is Role.PREFILL:
-            raise ValueError("engine.role='prefill': must be mixed or decode, a job's engines hand nothing over yet")
+        if self.device != "auto" and not (self.device.startswith("emulated:") and self.device[9:]):
+            raise ValueError(f"device={self.device!r}: must be auto or emulated:PROFILE")
         above_zero(self.rollout, "rollout", "temperature")
         at_least(self, "", 0, "seed", "save_steps", "eval_steps", whole=True)
         if not isinstance(self.output_dir, str) or not self.output_dir.strip():

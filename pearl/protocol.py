@@ -3,7 +3,8 @@
 Owns the wire vocabulary of a job and its validation. It does not know sockets (`channel.py`), tensors or clocks.
 Invariant: all types are immutable msgspec structs; decoding validates as strictly as constructing does.
 
-Sampling parameters and KV transfers have pages of their own (`sampling_params.py`, `kv_transfer.py`) and are named here too.
+Sampling parameters, KV transfers and what concerns single members of a cluster have pages of their own (`sampling_params.py`,
+`kv_transfer.py`, `cluster_messages.py`) and are named here too.
 
 Direction of travel: the controller sends `Command`s (numbered, carried out in number order by a rank's main loop) and
 request traffic (`Submit`, `Abort`); ranks send `Event`s.
@@ -11,26 +12,35 @@ request traffic (`Submit`, `Abort`); ranks send `Event`s.
 
 from __future__ import annotations
 
-import enum
 from typing import Literal
 
 import msgspec
 
+from pearl.cluster_messages import Command as Command
+from pearl.cluster_messages import Event as Event
+from pearl.cluster_messages import Fetch as Fetch
+from pearl.cluster_messages import FinishExport as FinishExport
+from pearl.cluster_messages import HandedOff as HandedOff
+from pearl.cluster_messages import HandOver as HandOver
+from pearl.cluster_messages import Join as Join
+from pearl.cluster_messages import Joined as Joined
+from pearl.cluster_messages import Leave as Leave
+from pearl.cluster_messages import Leaving as Leaving
+from pearl.cluster_messages import Prepare as Prepare
+from pearl.cluster_messages import Refused as Refused
+from pearl.cluster_messages import Report as Report
+from pearl.cluster_messages import Role as Role
+from pearl.cluster_messages import Sleep as Sleep
+from pearl.cluster_messages import SwitchRole as SwitchRole
+from pearl.cluster_messages import TakenOver as TakenOver
+from pearl.cluster_messages import TakeOver as TakeOver
+from pearl.cluster_messages import Wake as Wake
 from pearl.kv_transfer import KVEndpoint as KVEndpoint
 from pearl.kv_transfer import KVLayout as KVLayout
 from pearl.kv_transfer import KVReservation as KVReservation
 from pearl.kv_transfer import KVTransfer as KVTransfer
 from pearl.kv_transfer import RequestState as RequestState
 from pearl.sampling_params import SamplingParams as SamplingParams
-
-
-class Role(enum.StrEnum):
-    """What a serving worker does with requests. A value read by the batch scheduler, never a subclass or a launch flag."""
-
-    MIXED = "mixed"
-    PREFILL = "prefill"
-    DECODE = "decode"
-
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -130,19 +140,8 @@ class PackingPlan(msgspec.Struct, frozen=True, kw_only=True):
 # ---------------------------------------------------------------------------------------------------- commands
 
 
-class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One numbered order of the controller. Numbers are global; each rank carries out those sent to it in rising order."""
-
-    number: int
-
-
 class Serve(Command, frozen=True, kw_only=True, tag="serve"):
     """Begin (or go on) stepping the engine between commands; refused before a whole weight version is in."""
-
-
-class SwitchRole(Command, frozen=True, kw_only=True, tag="switch_role"):
-    role: Role
-    epoch: int
 
 
 class TrainStep(Command, frozen=True, kw_only=True, tag="train_step"):
@@ -191,17 +190,17 @@ class Stop(Command, frozen=True, kw_only=True, tag="stop"):
     exit_code: int
 
 
-AnyCommand = Serve | SwitchRole | TrainStep | SetReference | Publish | Export | Checkpoint | Restore | Stop
-ToRank = Submit | Abort | Kill | Ping | StepReport | Status | Notice | AnyCommand
+MemberOrder = Prepare | Wake | Sleep | SwitchRole | Leave | Fetch
+"""Commands to one member alone."""
+
+AnyCommand = Serve | TrainStep | SetReference | Publish | Export | Checkpoint | Restore | Stop | MemberOrder
+ToRank = (
+    Submit | Abort | HandOver | TakeOver | FinishExport | Kill | Ping | StepReport | Status | Notice | Joined | Refused
+    | AnyCommand
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------- events
-
-
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Something that happened on a rank."""
-
-    rank: int
 
 
 class Hello(Event, frozen=True, kw_only=True, tag="hello"):
@@ -215,11 +214,14 @@ class Hello(Event, frozen=True, kw_only=True, tag="hello"):
 class Ready(Event, frozen=True, kw_only=True, tag="ready"):
     """All that the rank needs is built and commands are welcome. `max_model_len` is that of its engine, 0 without one.
 
+    `kv_tokens`: what its pool holds. `lends`: a training rank whose engine sleeps, and can be woken.
     `pulls`: where weight versions can be had of this rank ("host:port"), empty if nowhere.
     """
 
     max_model_len: int
     pulls: str = ""
+    kv_tokens: int = 0
+    lends: bool = False
 
 
 class Pong(Event, frozen=True, kw_only=True, tag="pong"):
@@ -249,11 +251,15 @@ class Tokens(Event, frozen=True, kw_only=True, tag="tokens"):
 
 
 class Done(Event, frozen=True, kw_only=True, tag="done"):
-    """Command `number` was carried out. `metrics` is what it measured (losses, seconds, bytes)."""
+    """Command `number` was carried out. `metrics` is what it measured (losses, seconds, bytes).
+
+    `error`: an order to one member that could not be carried out, one line; the member is as it was before, and lives.
+    """
 
     number: int
     seconds: float
-    metrics: dict[str, int | float | None] = {}
+    metrics: dict[str, int | float | None] = msgspec.field(default_factory=dict)
+    error: str = ""
 
 
 class Failed(Event, frozen=True, kw_only=True, tag="failed"):
@@ -269,4 +275,6 @@ class Interrupted(Event, frozen=True, kw_only=True, tag="interrupted"):
     signal: str
 
 
-ToController = Hello | Ready | Pong | Tokens | Done | Failed | Interrupted
+ToController = (
+    Hello | Ready | Pong | Tokens | Done | Failed | Interrupted | HandedOff | TakenOver | Report | Leaving | Join
+)  # fmt: skip

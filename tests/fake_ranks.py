@@ -41,10 +41,10 @@ from pearl.protocol import (
     ToRank,
     TrainStep,
 )
-from pearl.rl.controller import name_of
 from pearl.rl.envs import registry
 from pearl.rl.envs.base import EnvOutcome
 from pearl.rl.layout import JobLayout
+from pearl.rl.members import name_of
 
 WON = "<answer>Right</answer>"
 LONGEST_S = 60.0

@@ -57,7 +57,7 @@ def test_a_bad_value_is_refused_on_the_wire_too():
 
 def _example(kind: type) -> object:
     """An instance with a plausible value in every field that has no default."""
-    plain = {int: 3, str: "s", float: 0.5}
+    plain = {int: 3, str: "s", float: 0.5, bool: True}
     values = {}
     for field in msgspec.structs.fields(kind):
         if not field.required:
@@ -73,6 +73,8 @@ def _example(kind: type) -> object:
             values[field.name] = info.values[0]
         elif isinstance(info, msgspec.inspect.EnumType):
             values[field.name] = next(iter(field.type))
+        elif isinstance(info, msgspec.inspect.UnionType):
+            values[field.name] = None
         else:
             values[field.name] = _example(field.type)
     return kind(**values)

@@ -6,6 +6,7 @@ engine step by the seconds it reports. Torch-free.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 from pearl.metrics.trace import TraceWriter
@@ -23,9 +24,9 @@ class Activity:
         self._layout = layout
         self._trace = TraceWriter(trace) if trace is not None else None
         self._commands: dict[int, tuple[str, float]] = {}
-        self._busy = dict.fromkeys(range(layout.world), 0.0)
-        self._load = dict.fromkeys(range(layout.world), (0, 0))
-        self._versions = dict.fromkeys(range(layout.world), -1)
+        self._busy: defaultdict[int, float] = defaultdict(float)
+        self._load: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
+        self._versions: defaultdict[int, int] = defaultdict(lambda: -1)
         self._since = now
 
     def begin(self, rank: int, command: str, now: float) -> None:
@@ -60,7 +61,7 @@ class Activity:
             )
             for rank in range(self._layout.world)
         }
-        self._busy = dict.fromkeys(self._busy, 0.0)
+        self._busy.clear()
         self._since = now
         return Status(waiting_for=waiting_for, waited_s=waited_s, queues=queues, workers=workers)
 

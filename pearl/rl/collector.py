@@ -2,24 +2,30 @@
 
 Owns the rollouts in flight. It does not decide when one may start (admission), what becomes of it (buffer) or where a
 request runs (router), and knows ranks only as names to send to. Invariant: every trajectory that was started is in exactly
-one of: waiting for its environment, waiting for a worker, or handed out ended. Torch-free.
+one of: waiting for its environment, waiting for a worker's answer, waiting for a worker, or handed out ended. A token counts
+only if it comes from the worker that has the request. Torch-free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from pearl.protocol import Abort, NewRequest, Submit, Tokens, TokenUpdate
+from pearl.protocol import Abort, HandedOff, HandOver, NewRequest, Submit, TakenOver, Tokens, TokenUpdate
 from pearl.rl.envs.base import EnvOutcome
 from pearl.rl.envs.pool import EnvironmentPool
+from pearl.rl.handoffs import HandOffs
 from pearl.rl.rollout import Rollout, trajectory_of
 from pearl.rl.types import Trajectory
 from pearl.sched.router import Router
 
 
 class Collector:
-    """`new_rollout(trajectory, purpose)` makes one; `send(worker, message)` reaches a serving rank. `counts` only rise."""
+    """`new_rollout(trajectory, purpose)` makes one; `send(worker, message)` reaches a serving member. `counts` only rise.
+
+    `late_updates`: of requests that nobody waits for any more, or that another worker has; `interrupted`: requests that ended
+    unfinished, `requeued`: whose worker was lost; both were placed again.
+    """
 
     def __init__(
         self,
@@ -29,12 +35,17 @@ class Collector:
         router: Router,
         send: Callable[[str, Any], None],
     ) -> None:
-        self.counts = {"generated_tokens": 0, "prompt_tokens": 0, "cached_tokens": 0, "late_updates": 0}
+        self.counts = {
+            "generated_tokens": 0, "prompt_tokens": 0, "cached_tokens": 0, "late_updates": 0, "late_tokens": 0,
+            "interrupted": 0, "requeued": 0,
+        }  # fmt: skip
         self.engine_seconds = 0.0
         self._new_rollout = new_rollout
         self._pool = pool
         self._router = router
         self._send = send
+        self.handoffs = HandOffs(router, send, self._has)
+        self._unplaced: list[NewRequest] = []
         self._rollouts: dict[str, Rollout] = {}
         self._ended: list[Trajectory] = []
         self._outgoing: dict[str, list[NewRequest]] = {}
@@ -55,6 +66,11 @@ class Collector:
         """Trajectories that wait for a worker's answer; the others wait for their environment."""
         return sum(rollout.request_id is not None for rollout in self._rollouts.values())
 
+    @property
+    def unplaced(self) -> int:
+        """Requests that wait for any worker to serve."""
+        return len(self._unplaced)
+
     def start(self, trajectory_id: str, *, group_id: int, env_seed: int, purpose: str) -> None:
         """Begins an episode; `purpose` is "train" or "eval"."""
         trajectory = Trajectory(trajectory_id=trajectory_id, group_id=group_id, env_seed=env_seed)
@@ -67,7 +83,41 @@ class Collector:
         self._router.on_load(worker, waiting=event.waiting, running=event.running, free_blocks=event.free_blocks)
         for update in event.updates:
             self.counts["generated_tokens"] += len(update.token_ids)
-            self._on_update(update)
+            self._on_update(worker, update)
+
+    def on_handed_off(self, worker: str, event: HandedOff) -> None:
+        """A worker offers requests to others."""
+        for transfer in event.transfers:
+            self.handoffs.offered(worker, trajectory_of(transfer.request_id), transfer)
+
+    def on_taken_over(self, worker: str, event: TakenOver) -> None:
+        """A worker says whether it goes on with a request that was offered to it."""
+        end = self.handoffs.answered(worker, event)
+        if end is not None:
+            self._count(trajectory_of(end.request_id), end)
+
+    def move(self, session: str, source: str, target: str) -> None:
+        """Has a running request handed over; the router has been told whereto."""
+        rollout = self._rollouts.get(session)
+        if rollout is None or rollout.request_id is None or self._router.worker_of(session) != source:
+            self._router.move_failed(session)
+            return
+        self._send(source, HandOver(request_ids=[rollout.request_id]))
+
+    def lost(self, worker: str) -> None:
+        """A worker is gone. Its requests are placed again by `requeue`; what was on its way to it stays where it was."""
+        self._outgoing.pop(worker, None)
+        self._aborts.pop(worker, None)
+        for end in self.handoffs.lost(worker):
+            self._count(trajectory_of(end.request_id), end)
+
+    def requeue(self, sessions: Iterable[str]) -> None:
+        """The worker of these sessions' requests is gone: they are placed again, from their last token."""
+        for session in sessions:
+            rollout = self._rollouts.get(session)
+            if rollout is not None and rollout.request_id is not None:
+                self.counts["requeued"] += 1
+                self._ask(rollout.resume())
 
     def poll_environments(self, now: float) -> None:
         """Takes what the environments answered."""
@@ -76,6 +126,12 @@ class Collector:
 
     def flush(self) -> None:
         """Sends what has gathered: one message of a kind per worker, one per environment process."""
+        if self._unplaced and self._router.has_takers:
+            unplaced, self._unplaced = self._unplaced, []
+            for request in unplaced:
+                rollout = self._rollouts.get(trajectory_of(request.request_id))
+                if rollout is not None and rollout.request_id == request.request_id:
+                    self._ask(request)
         for worker, requests in self._outgoing.items():
             self._send(worker, Submit(requests=requests))
         for worker, request_ids in self._aborts.items():
@@ -88,18 +144,31 @@ class Collector:
         ended, self._ended = self._ended, []
         return ended
 
-    def _on_update(self, update: TokenUpdate) -> None:
-        rollout = self._rollouts.get(trajectory_of(update.request_id))
-        if rollout is None or rollout.request_id != update.request_id:
+    def _has(self, worker: str, request_id: str) -> bool:
+        """Whether this request is awaited, and from this worker."""
+        session = trajectory_of(request_id)
+        rollout = self._rollouts.get(session)
+        return rollout is not None and rollout.request_id == request_id and self._router.worker_of(session) == worker
+
+    def _on_update(self, worker: str, update: TokenUpdate) -> None:
+        if not self._has(worker, update.request_id):
             self.counts["late_updates"] += 1
-            return
+            self.counts["late_tokens"] += len(update.token_ids)
+            if update.finish_reason is None:
+                self._aborts.setdefault(worker, []).append(update.request_id)
+        elif self.handoffs.heard(worker, update):
+            self._count(trajectory_of(update.request_id), update)
+
+    def _count(self, session: str, update: TokenUpdate) -> None:
+        rollout = self._rollouts[session]
         action = rollout.on_update(update)
         if update.finish_reason is not None:
             self.counts["cached_tokens"] += update.num_cached_tokens
-            self._router.done(rollout.trajectory.trajectory_id)
+            self._router.done(session)
         if action is not None:
-            self._pool.step(rollout.trajectory.trajectory_id, action)
+            self._pool.step(session, action)
         elif rollout.phase == "interrupted":
+            self.counts["interrupted"] += 1
             self._ask(rollout.resume())
         elif rollout.finished:
             self._end(rollout, update.request_id)
@@ -123,7 +192,8 @@ class Collector:
         length = len(request.prompt_token_ids)
         worker = self._router.place(trajectory_of(request.request_id), length)
         if worker is None:
-            raise RuntimeError(f"request {request.request_id}: no serving worker is left")
+            self._unplaced.append(request)
+            return
         self.counts["prompt_tokens"] += length
         self._outgoing.setdefault(worker, []).append(request)
 
@@ -131,6 +201,8 @@ class Collector:
         """`request_id`: the last one asked for; a worker that is still at it (the environment failed meanwhile) lets it go."""
         name = rollout.trajectory.trajectory_id
         worker = self._router.worker_of(name)
+        if request_id is not None:
+            self.handoffs.ended(request_id)
         if worker is not None and request_id is not None:
             self._aborts.setdefault(worker, []).append(request_id)
         self._pool.discard(name)

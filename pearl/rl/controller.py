@@ -4,8 +4,8 @@
 
 Owns sockets, heartbeats, commands and their numbers, and what is written to the run directory. What to do is said by
 others: admission (when a trajectory may start, when a batch is complete), router (where a request runs), packing (what is
-trained together). Invariants: commands are numbered from 0 without gaps; every wait has a deadline with a name; whatever
-happens, the ranks are told to stop and the environments end.
+trained together), the cluster scheduler (who serves in which role, `cluster.py`). Invariants: commands are numbered from 0
+without gaps; every wait has a deadline with a name; whatever happens, the ranks are told to stop and the environments end.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from pearl.protocol import (
     Failed,
     Hello,
     Interrupted,
+    Join,
     Kill,
     Notice,
     Ping,
@@ -44,12 +45,14 @@ from pearl.protocol import (
 )
 from pearl.rl import process
 from pearl.rl.activity import Activity
+from pearl.rl.cluster import Cluster
 from pearl.rl.collector import Collector
 from pearl.rl.envs import registry as environments
 from pearl.rl.envs.base import example_of, system_prompt_of
 from pearl.rl.envs.pool import EnvironmentPool
 from pearl.rl.heartbeat import LONGEST_GAP_S, Heartbeat
 from pearl.rl.layout import JobLayout
+from pearl.rl.members import Externals, name_of, number_of
 from pearl.rl.rollout import Rollout
 from pearl.rl.training import TrainingRun
 from pearl.rl.types import Trajectory
@@ -87,6 +90,8 @@ class Controller:
         self.activity = Activity(layout, run / trace if config.trace else None, self.clock.now())
         self.interrupted_by: int | None = None
         self.outlet: int | None = None
+        self.externals = Externals(self.context, config.elastic, layout.world, self.clock.now())
+        self.cluster = Cluster(self, self.externals, Router(), self.clock.now())
         self._tokenizer: Tokenizer | None = None
         self._system_prompt = ""
         self._example: Sequence[str] = ()
@@ -124,6 +129,8 @@ class Controller:
             self.wait_for(lambda: len(self._ready) == ranks, "timeouts.start_s", f"{ranks} ranks to be ready")
             limit = min(self._ready[rank].max_model_len for rank in self.layout.serving)
             self.collector = self._new_collector(tokenizer, limit)
+            self.cluster.begin(self.collector, self._ready, self.folder, self.clock.now())
+            self._invite()
             self.training = TrainingRun(self, self.collector, tokenizer, max_model_len=limit)
             reason = self.training.run(self.checkpoint)
             return Stop(number=self._number, reason=reason, exit_code=0)
@@ -148,9 +155,6 @@ class Controller:
         return f"{', '.join(f'rank {hello.rank} (pid {hello.pid}) died' for hello in dead)}; then {then}"
 
     def _new_collector(self, tokenizer: Tokenizer, max_model_len: int) -> Collector:
-        router = Router()
-        for rank in self.layout.serving:
-            router.add_worker(name_of(rank))
         training = self.config.rollout
         options = {"train": training, "eval": dataclasses.replace(training, temperature=0.0)}
 
@@ -166,7 +170,14 @@ class Controller:
                 example=self._example,
             )
 
-        return Collector(new_rollout, pool=self.pool, router=router, send=self.server.send)
+        return Collector(new_rollout, pool=self.pool, router=self.cluster.router, send=self.send_to)
+
+    def _invite(self) -> None:
+        """Says where external workers may join, to people and in the run directory."""
+        if self.externals.address:
+            where = f"{self.externals.address.removeprefix('tcp://')}/{self.externals.token}"
+            (self.run / "join_address").write_text(where + "\n")
+            self.notice(f"workers may join: python -m pearl.rl.join {where}")
 
     def end(self, stop: Stop) -> None:
         """Tells the ranks and ends the environments; never raises."""
@@ -175,6 +186,9 @@ class Controller:
                 self.send(rank, stop)
             except ChannelError as error:
                 print(error, flush=True)
+        for number in self.externals.members:
+            self.externals.send(number, stop)
+        self.externals.close()
         self.pool.close()
         self.activity.close()
         self.server.socket.close(linger=1000)
@@ -188,15 +202,17 @@ class Controller:
         The first comes before the wait: between two turns a step may have ended, after which nothing arrives by itself.
         """
         self._let_start()
-        wait([self.server, *self.pool.ends], timeout_s)
+        wait([self.server, *self.pool.ends, *self.externals.ends], timeout_s)
         for _, message in self.server.receive():
-            self._heartbeat.heard(message.rank)
             self._take(message)
+        for event in self.externals.receive():
+            self._take_external(event)
         if self.server.rejected:  # it may have been what a wait is for
             raise JobFailed("a message came that is none of this release: do all ranks run the same?")
         now = self.clock.now()
         if self.collector is not None:
             self.collector.poll_environments(now)
+        self.cluster.turn(now)
         self._let_start()
         self._watch(now)
 
@@ -225,7 +241,7 @@ class Controller:
 
     def carry_out(self, make: Callable[[int], Command], ranks: Iterable[int]) -> dict[int, Done]:
         """Sends the command that `make(number)` gives to these ranks and pumps until all have done it."""
-        number, self._number = self._number, self._number + 1
+        number = self.next_number()
         command, ranks = make(number), list(ranks)
         name = type(command).__name__
         self._done[number] = {}
@@ -235,8 +251,26 @@ class Controller:
         self.wait_for(lambda: len(self._done[number]) == len(ranks), "timeouts.command_s", f"command {number} ({name})")
         return self._done.pop(number)
 
+    def next_number(self) -> int:
+        """Of a command; no two have the same."""
+        number, self._number = self._number, self._number + 1
+        return number
+
     def send(self, rank: int, message: Any) -> None:
+        """To a rank of WORLD."""
         self.server.send(name_of(rank), message)
+
+    def send_to(self, worker: str, message: Any) -> None:
+        """To any member by its name; one that is gone does not get it."""
+        number = number_of(worker)
+        if number < self.layout.world:
+            self.send(number, message)
+        else:
+            self.externals.send(number, message)
+
+    def fail(self, reason: str) -> None:
+        """JobFailed, with this reason."""
+        raise JobFailed(reason)
 
     def notice(self, text: str) -> None:
         """Has one line printed by rank 0."""
@@ -247,14 +281,19 @@ class Controller:
         self.send(0, StepReport(metrics=row))
 
     def _take(self, message: Any) -> None:
+        if isinstance(message, Join):
+            return  # WORLD's ranks do not ask
+        self._heartbeat.heard(message.rank)
         match message:
             case Tokens():
-                if self.collector is not None:
-                    self.activity.stepped(message, self.clock.now())
-                    self.collector.on_tokens(name_of(message.rank), message)
+                self.activity.stepped(message, self.clock.now())
+                self.cluster.take(message, self.clock.now())
             case Done():
                 self.activity.end(message.rank, self.clock.now())
-                self._done[message.number][message.rank] = message
+                if message.number in self.cluster.ordered:
+                    self.cluster.take(message, self.clock.now())
+                else:
+                    self._done[message.number][message.rank] = message
             case Hello():
                 self._hellos[message.rank] = message
                 self._heartbeat.add(message.rank)
@@ -267,6 +306,14 @@ class Controller:
                 raise JobFailed(f"rank {message.rank} failed: {message.error}")
             case Interrupted():
                 raise JobFailed(f"interrupted by {message.signal}", 128 + signal.Signals[message.signal])
+            case _:
+                self.cluster.take(message, self.clock.now())
+
+    def _take_external(self, event: Any) -> None:
+        now = self.clock.now()
+        if isinstance(event, Tokens):
+            self.activity.stepped(event, now)
+        self.cluster.take_external(event, now)
 
     def _watch(self, now: float) -> None:
         if self.interrupted_by is not None:
@@ -300,11 +347,6 @@ class Controller:
             if others:
                 self.send(min(others), Kill(pid=hello.pid))
         return reason
-
-
-def name_of(rank: int) -> str:
-    """The name under which a rank connects."""
-    return f"rank{rank}"
 
 
 def main(argv: list[str]) -> int:

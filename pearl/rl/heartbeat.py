@@ -21,6 +21,10 @@ class Heartbeat:
         """Watches a peer from now on."""
         self._silence[peer] = 0.0
 
+    def remove(self, peer: int) -> None:
+        """It is no longer watched."""
+        self._silence.pop(peer, None)
+
     def heard(self, peer: int) -> None:
         if peer in self._silence:
             self._silence[peer] = 0.0

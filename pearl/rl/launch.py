@@ -194,7 +194,9 @@ class Launch:
         pulls = f"{parts.pulls.host}:{parts.pulls.port}" if parts.pulls is not None else ""
         if pulls:
             self._log(f"weights can be pulled from {pulls}")
-        self.control.send(Ready(rank=self.rank, max_model_len=length, pulls=pulls))
+        stats = parts.engine.stats() if parts.engine is not None else None
+        tokens = stats.total_blocks * self.config.engine.block_size if stats is not None else 0
+        self.control.send(Ready(rank=self.rank, max_model_len=length, pulls=pulls, kv_tokens=tokens))
         return RankLoop(
             rank=self.rank,
             control=self.control,
@@ -202,6 +204,7 @@ class Launch:
             trainer=parts.trainer,
             publisher=parts.publisher,
             publish_timeout_s=timeouts.command_s,
+            block_size=self.config.engine.block_size,
         )
 
     def _read_address(self, fd: int) -> str:

@@ -1,37 +1,39 @@
 """The main loop of one rank: carries out numbered commands in order, and steps its engine between them.
 
-Owns the order of things on this rank. It does not decide anything, and knows engine, trainer and publishing only as what
-was injected (so it is torch-free and the same on every kind of device). Invariant: commands run in number order, each
-answered by one `Done`; an exception anywhere becomes one `Failed` and ends the loop.
+Owns the order of things on this rank; what the engine does is `serving.py`. It does not decide anything, and knows engine,
+trainer and publishing only as what was injected (so it is torch-free and the same on every kind of device). Invariants:
+commands run in number order, each answered by one `Done`, but for orders of an epoch that is over, which change nothing; an
+exception anywhere becomes one `Failed` and ends the loop, but for an order that could not be carried out, whose `Done` says so.
 """
 
 from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from pearl.protocol import (
-    Abort,
     Checkpoint,
     Command,
     Done,
     Export,
     Failed,
-    NewRequest,
+    Fetch,
+    Leave,
+    Prepare,
     Publish,
     Restore,
-    Role,
     Serve,
     SetReference,
+    Sleep,
     Stop,
-    Submit,
     SwitchRole,
-    Tokens,
-    TokenUpdate,
     TrainStep,
+    Wake,
 )
+from pearl.rl.serving import Serving, ServingEngine
+from pearl.rl.waking import Fetcher, SleepingTrainer
 
 IDLE_WAIT_S = 0.2
 PUBLISH_POLL_S = 0.0002
@@ -40,18 +42,7 @@ PUBLISH_POLL_SHARE = 0.1
 VERDICT_WAIT_S = 3.0
 
 
-class ServingEngine(Protocol):
-    """What the loop needs of an engine (`pearl.engine.engine.Engine` has it)."""
-
-    def add_request(self, prompt: list[int], params: Any, request_id: str | None = None, **options: Any) -> str: ...
-    def step_updates(self) -> Iterable[Any]: ...
-    def discard(self, request_id: str) -> bool: ...
-    def has_unfinished(self) -> bool: ...
-    def stats(self) -> Any: ...
-    def switch_role(self, role: Role) -> Any: ...
-
-
-class LearningTrainer(Protocol):
+class LearningTrainer(SleepingTrainer, Protocol):
     """What the loop needs of a trainer (`pearl.rl.trainer.Trainer` has it)."""
 
     def train_step(self, command: TrainStep) -> dict[str, Any]: ...
@@ -82,7 +73,10 @@ class ControlPort(Protocol):
 
 
 class RankLoop:
-    """`run()` returns the rank's exit code. A rank that only trains has no engine, one that only serves no trainer."""
+    """`run()` returns the rank's exit code. A rank that only trains has no engine, one that only serves no trainer.
+
+    `fetcher` is the way to weights of a rank that has no part in publishing; `block_size` turns blocks into tokens.
+    """
 
     def __init__(
         self,
@@ -93,19 +87,25 @@ class RankLoop:
         trainer: LearningTrainer | None,
         publisher: Publisher,
         publish_timeout_s: float,
+        fetcher: Fetcher | None = None,
+        block_size: int = 16,
     ) -> None:
         self.rank = rank
         self.stop_reason = ""
         self.traceback = ""
         self._control = control
-        self._engine = engine
         self._trainer = trainer
         self._publisher = publisher
         self._publish_timeout_s = publish_timeout_s
         self._publishing: tuple[int, float] | None = None
-        self._serving = False
+        self._waking: tuple[int, float] | None = None
+        self._fetch: Fetch | None = None
         self._last_number = -1
         self._exit_code: int | None = None
+        self._serving: Serving | None = None
+        if engine is not None:
+            lent = trainer if engine.asleep else None
+            self._serving = Serving(rank, engine, control.send, fetcher=fetcher, trainer=lent, block_size=block_size)
 
     def run(self) -> int:
         try:
@@ -114,8 +114,8 @@ class RankLoop:
                     self._apply(message)
                 if self._exit_code is None:
                     self._advance_publish(wait=False)
-                    if self._has_work():
-                        self._step()
+                    self._advance_wake()
+                    self._serve()
         except Exception as error:  # whatever it was, the controller must hear of it before the rank ends
             self.traceback = traceback.format_exc()
             verdict = report_failure(self._control, self.rank, error)
@@ -123,29 +123,32 @@ class RankLoop:
             return verdict.exit_code
         return self._exit_code
 
-    def _has_work(self) -> bool:
-        return self._serving and self._engine is not None and self._engine.has_unfinished()
+    def _serve(self) -> None:
+        if self._serving is not None:
+            if self._serving.has_work:
+                self._serving.step()
+            self._serving.report(time.monotonic())
 
     def _patience(self) -> float:
         """How long the loop may wait for a message."""
-        if self._has_work():
-            return 0.0
-        if self._publishing is None:
+        if self._serving is not None and self._serving.has_work:
+            return self._serving.patience_s
+        began = self._publishing or self._waking
+        if began is None:
             return IDLE_WAIT_S
-        return min(PUBLISH_POLL_S, PUBLISH_POLL_SHARE * (time.perf_counter() - self._publishing[1]))
+        return min(PUBLISH_POLL_S, PUBLISH_POLL_SHARE * (time.perf_counter() - began[1]))
 
     def _apply(self, message: Any) -> None:
         if self._exit_code is not None:
             return
-        if isinstance(message, Submit):
-            self._submit(message.requests)
-        elif isinstance(message, Abort):
-            for request_id in message.request_ids:
-                self._need_engine(message).discard(request_id)
-        elif isinstance(message, Stop):
+        if isinstance(message, Stop):
             self.stop_reason, self._exit_code = message.reason, message.exit_code
+        elif isinstance(message, Prepare | Wake | Sleep | SwitchRole | Leave | Fetch):
+            self._order(message)
         elif isinstance(message, Command):
             self._command(message)
+        else:
+            self._need_serving(message).take(message)
 
     def _command(self, command: Command) -> None:
         if command.number <= self._last_number:
@@ -174,9 +177,7 @@ class RankLoop:
             case Restore():
                 self._need_trainer(command).load_state(command.path)
             case Serve():
-                self._serving = self._need_engine(command) is not None
-            case SwitchRole():
-                return {"switch_s": self._need_engine(command).switch_role(command.role).seconds}
+                self._need_serving(command).active = True
             case _:
                 raise RuntimeError(f"{type(command).__name__}: this rank does not know such a command")
         return {}
@@ -190,62 +191,81 @@ class RankLoop:
             (number, started), self._publishing = self._publishing, None
             self._done(number, started, metrics)
 
-    def _done(self, number: int, started: float, metrics: dict[str, Any]) -> None:
-        seconds = time.perf_counter() - started
-        self._control.send(Done(rank=self.rank, number=number, seconds=seconds, metrics=metrics))
+    # ------------------------------------------------------------------------------------------------- orders to this rank
 
-    def _need_engine(self, message: Any) -> ServingEngine:
-        if self._engine is None:
+    def _order(self, order: Any) -> None:
+        """Carries out an order to this rank alone; one of an epoch that is over, or doubled, changes nothing."""
+        serving = self._need_serving(order)
+        if order.number <= self._last_number:
+            serving.stale += 1
+            return
+        self._last_number = order.number
+        if isinstance(order, Fetch):
+            self._fetch = order
+            self._next_fetch()
+            return
+        if serving.is_stale(order.epoch):
+            return
+        self._advance_publish(wait=True)
+        started = time.perf_counter()
+        through = self._answer(order.number, started, lambda: self._obey(serving, order))
+        if not isinstance(order, SwitchRole):  # which is done between two steps, whatever is on its way to this rank
+            self._waking = None if through else (order.number, started)
+
+    def _next_fetch(self) -> None:
+        """Begins with the newest version that there is, once whatever is under way has come."""
+        if self._fetch is not None and self._waking is None and self._serving is not None:
+            order, serving, self._fetch = self._fetch, self._serving, None
+            started = time.perf_counter()
+            if not self._answer(order.number, started, lambda: serving.wake(order)):
+                self._waking = order.number, started
+
+    def _answer(self, number: int, started: float, work: Callable[[], dict[str, Any] | None]) -> bool:
+        """Does some of an order's work; False if there is more to do, else the order has been answered."""
+        try:
+            metrics = work()
+        except ValueError as error:
+            self._done(number, started, {}, str(error))
+            return True
+        if metrics is not None:
+            self._done(number, started, metrics)
+        return metrics is not None
+
+    def _obey(self, serving: Serving, order: Any) -> dict[str, Any] | None:
+        match order:
+            case SwitchRole():
+                return serving.switch(order)
+            case Wake():
+                return serving.wake(order)
+            case Sleep():
+                return serving.sleep()
+            case Leave():
+                serving.waking.cancel()
+                self.stop_reason, self._exit_code = "told to leave", 0
+                return {"interrupted": serving.interrupt()}
+        raise ValueError(f"{type(order).__name__}: this rank does not know such an order")
+
+    def _advance_wake(self) -> None:
+        if self._waking is not None and self._serving is not None:
+            if self._answer(*self._waking, self._serving.poll_wake):
+                self._waking = None
+            self._next_fetch()
+
+    # ------------------------------------------------------------------------------------------------- parts
+
+    def _done(self, number: int, started: float, metrics: dict[str, Any], error: str = "") -> None:
+        seconds = time.perf_counter() - started
+        self._control.send(Done(rank=self.rank, number=number, seconds=seconds, metrics=metrics, error=error))
+
+    def _need_serving(self, message: Any) -> Serving:
+        if self._serving is None:
             raise RuntimeError(f"{type(message).__name__}: rank {self.rank} does not serve")
-        return self._engine
+        return self._serving
 
     def _need_trainer(self, message: Any) -> LearningTrainer:
         if self._trainer is None:
             raise RuntimeError(f"{type(message).__name__}: rank {self.rank} does not train")
         return self._trainer
-
-    def _submit(self, requests: list[NewRequest]) -> None:
-        refused = []
-        engine = self._need_engine(requests)
-        for request in requests:
-            try:
-                engine.add_request(
-                    request.prompt_token_ids, request.params, request_id=request.request_id, session_id=request.session_id
-                )
-            except ValueError as error:  # the request's own fault; its trajectory pays, the rank goes on
-                refused.append(_refusal(request.request_id, str(error)))
-        if refused:
-            self._send_tokens(refused, 0.0)
-
-    def _step(self) -> None:
-        started = time.perf_counter()
-        updates = [
-            TokenUpdate(
-                request_id=update.request_id,
-                token_ids=list(update.token_ids),
-                logprobs=list(update.logprobs),
-                weight_versions=list(update.weight_versions),
-                finish_reason=update.completion.finish_reason if update.completion else None,
-                error=update.completion.error if update.completion else None,
-                num_cached_tokens=update.completion.num_cached_tokens if update.completion else 0,
-            )
-            for update in self._need_engine(self).step_updates()
-        ]
-        if updates:
-            self._send_tokens(updates, time.perf_counter() - started)
-
-    def _send_tokens(self, updates: list[TokenUpdate], seconds: float) -> None:
-        stats = self._need_engine(self).stats()
-        self._control.send(
-            Tokens(
-                rank=self.rank,
-                updates=updates,
-                seconds=seconds,
-                waiting=stats.waiting,
-                running=stats.running,
-                free_blocks=stats.free_blocks,
-            )
-        )
 
 
 def report_failure(control: ControlPort, rank: int, error: Exception) -> Stop:
@@ -261,9 +281,3 @@ def report_failure(control: ControlPort, rank: int, error: Exception) -> Stop:
             if isinstance(message, Stop):
                 return Stop(number=message.number, reason=message.reason, exit_code=message.exit_code or 1)
     return Stop(number=-1, reason=reason, exit_code=1)
-
-
-def _refusal(request_id: str, error: str) -> TokenUpdate:
-    return TokenUpdate(
-        request_id=request_id, token_ids=[], logprobs=[], weight_versions=[], finish_reason="error", error=error
-    )

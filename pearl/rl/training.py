@@ -22,6 +22,7 @@ from pearl.rl.algorithms import algorithm_of
 from pearl.rl.best_policy import BestPolicy
 from pearl.rl.buffer import Buffer
 from pearl.rl.checkpoint_folder import CheckpointFolder, load
+from pearl.rl.cluster import Cluster
 from pearl.rl.collector import Collector
 from pearl.rl.controller_state import capture, restore
 from pearl.rl.envs import registry as environments
@@ -59,6 +60,7 @@ class Driver(Protocol):
     clock: Clock
     layout: JobLayout
     pool: Any
+    cluster: Cluster
 
     def wait_for(self, ready: Any, limit: str, what: str, *, renew: Any = None) -> None: ...
     def carry_out(self, make: Any, ranks: Any) -> dict[int, Done]: ...
@@ -108,6 +110,7 @@ class TrainingRun:
             self._restore(checkpoint)
         self._publish(self._version)
         self._driver.carry_out(lambda number: Serve(number=number), self._driver.layout.serving)
+        self._release(0.0)
         self._admitting = True
         meter = StepMeter(self._driver.clock, self._collector, self._driver.layout)
         for step in range(self._step + 1, config.max_steps + 1):
@@ -125,16 +128,32 @@ class TrainingRun:
             self._driver.report(row)
             if config.save_steps and (step % config.save_steps == 0 or step == config.max_steps):
                 self._save()
+            self._release(trained.seconds)
             self._record_step = step + 1  # not before: what a checkpoint of this step holds must survive a rewind to it
         self._train_command(lambda number: Export(number=number, path=str(self._driver.run / "policy")))
         return self._summary()
 
     def _train_command(self, make: Any) -> Done:
         """Carries out a command of the training ranks; rank 0 speaks for all."""
+        self._claim()
         return self._driver.carry_out(make, self._driver.layout.training)[0]
+
+    def _claim(self) -> None:
+        """Takes the trainers' ranks back from whoever uses them, until `_release`."""
+        cluster = self._driver.cluster
+        session = cluster.training_begins(self._driver.clock.now())
+        if cluster.may_train < session:
+            self._driver.wait_for(
+                lambda: cluster.may_train >= session, "timeouts.command_s", "borrowed ranks to be given back"
+            )
+
+    def _release(self, seconds: float) -> None:
+        """The trainers' ranks idle from now on; the last work took `seconds`."""
+        self._driver.cluster.training_finished(seconds, self._driver.clock.now())
 
     def _publish(self, version: int) -> dict[int, Done]:
         """RuntimeError if the ranks were asked to compare their weights (`check_weights`), and an engine's differ."""
+        self._claim()
         everyone = range(self._driver.layout.world)
         done = self._driver.carry_out(lambda number: Publish(number=number, version=version), everyone)
         theirs = done[0].metrics
@@ -144,6 +163,7 @@ class TrainingRun:
             if wrong or not ours:
                 names = ", ".join(name.removeprefix("engine/") for name in wrong[:5]) or "all"
                 raise RuntimeError(f"check_weights: version {version} on rank {rank} is not the trainer's: {names} differ")
+        self._driver.cluster.published(version, self._driver.clock.now())
         return done
 
     def _restore(self, checkpoint: Path) -> None:
@@ -270,6 +290,8 @@ class TrainingRun:
         )
         for _ in range(room):
             self._start_group()
+        unfinished = self.config.rollout_batch_size - self.buffer.ready * self.config.group_size
+        self._driver.cluster.progress(max(0, unfinished), self._driver.clock.now())
 
     def queues(self) -> dict[str, int]:
         """Where the trajectories are, for people."""
@@ -279,7 +301,7 @@ class TrainingRun:
             "in flight": self.buffer.in_flight,
             "at engine": at_engine,
             "at environment": self._collector.playing - at_engine,
-        }
+        } | ({"without a worker": self._collector.unplaced} if self._collector.unplaced else {})
 
     def _start_group(self) -> None:
         group_id, self._started = self._started, self._started + 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 from pearl.protocol import Role
 from pearl.sched.commands import (
@@ -168,6 +169,10 @@ class ClusterScheduler:
     ) -> list[ClusterCommand]:
         plan, target, verdict = proposal.plan, proposal.target, proposal.verdict
         if plan is None or target is None or not (plan.roles or plan.join):
+            return []
+        choice = {"switch": self.settings.pd.mode, "borrow": self.settings.borrow.workers}.get(proposal.kind, "")
+        if choice == "auto" and not verdict.forced and not self.profile.measured:
+            self.verdict = replace(verdict, act=False, reason="nothing was measured yet")
             return []
         cost = adviser.switch_cost_s(plan) + (verdict.cost_s if proposal.kind == "borrow" else 0.0)
         decision = Decision(

@@ -83,9 +83,15 @@ class StepTelemetry:
 
 
 class RuntimeProfile:
-    """Begins with `costs` and `workload` as priors, worth `prior` trajectories (or steps); `keep` per RL step is remembered."""
+    """Begins with `costs` and `workload` as priors, worth `prior` trajectories (or steps); `keep` per RL step is remembered.
 
-    def __init__(self, costs: CostProfile, workload: Workload, *, keep: float = 0.7, prior: float = 4.0) -> None:
+    `measured`: whether the costs are more than a guess: of a profile that was measured before, or of steps of this job.
+    """
+
+    def __init__(
+        self, costs: CostProfile, workload: Workload, *, keep: float = 0.7, prior: float = 4.0, guessed: bool = False
+    ) -> None:
+        self.measured = not guessed
         self.rejected: Counter[str] = Counter()
         self._costs, self._workload = costs, workload
         self.means = {
@@ -211,6 +217,7 @@ class RuntimeProfile:
         good = [one for one in samples if _sound(one.seconds, one.count, one.batch, MOST_SEQUENCES, one.context)]
         self.rejected["decode"] += len(samples) - len(good)
         if good:
+            self.measured = True
             rows = [self._decode_row(one.batch, one.context) for one in good]
             self._decode.observe(rows, [one.seconds for one in good], [one.count for one in good])
             self._seen_batch = max(self._seen_batch, *(one.batch for one in good))

@@ -99,6 +99,11 @@ class Router:
             self.loads[worker].draining = True
         return [name for name, session in self._sessions.items() if session.live and session.worker == worker]
 
+    @property
+    def has_takers(self) -> bool:
+        """Whether `place` finds a worker."""
+        return any(not load.draining for load in self.loads.values())
+
     def place(self, session_id: str, prompt_len: int) -> str | None:
         """The worker for this session's next request, which counts as in flight until `done`; None without workers.
 
@@ -128,6 +133,19 @@ class Router:
         """The decode worker that is to go on with the session's request, which a prefill worker has; else None."""
         session = self._sessions.get(session_id)
         return session.target if session is not None and session.live else None
+
+    def taker(self, session_id: str, source: str) -> str | None:
+        """The worker that is to go on with the session's request, which `source` has and offers; None: nobody else can."""
+        session = self._sessions.get(session_id)
+        if session is None or not session.live or session.worker != source:
+            return None
+        names = [name for name, load in self.loads.items() if name != source and self._decodes(load)]
+        for planned in (session.moving_to, session.target):
+            if planned in names:
+                return planned
+        decode = [name for name in names if self.loads[name].role is Role.DECODE] or names
+        able = [name for name in decode if self._credit(name) >= session.prompt_len]
+        return self._least(able or decode) if decode else None
 
     def handed_over(self, session_id: str, worker: str) -> None:
         """The request and its KV are with `worker` now. Unknown sessions and workers are ignored."""

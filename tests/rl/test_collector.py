@@ -240,9 +240,16 @@ def test_answers_of_unknown_episodes_are_counted_and_change_nothing(stage: Stage
     assert (stage.collector.playing, stage.requests()) == (0, {})
 
 
-def test_no_worker_is_an_error_by_name(stage: Stage) -> None:
+def test_what_finds_no_worker_waits_for_one(stage: Stage) -> None:
     stage.router.lose_worker("a")
     stage.router.lose_worker("b")
-    stage.collector.start("0-0", group_id=0, env_seed=3, purpose="train")
-    with pytest.raises(RuntimeError, match="0-0/0: no serving worker is left"):
-        stage.outcome("0-0", observation="obs")
+    for name in ("0-0", "0-1"):
+        stage.collector.start(name, group_id=0, env_seed=3, purpose="train")
+        stage.outcome(name, observation="obs")
+    assert stage.requests() == {} and stage.collector.unplaced == 2
+    stage.outcome("0-1", error="it died")  # nobody waits for that one any more
+    stage.router.add_worker("c")
+    [(worker, request)] = stage.requests().values()
+    assert (worker, request.session_id, stage.collector.unplaced) == ("c", "0-0", 0)
+    stage.tokens("c", request.request_id, [75, END])
+    assert stage.pool.asked[-1] == ("step", "0-0", "A")

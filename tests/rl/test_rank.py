@@ -46,6 +46,8 @@ class ScriptedEngine:
 
     log: list
     live: dict = field(default_factory=dict)
+    asleep: bool = False
+    weight_version: int = 0
 
     def add_request(self, prompt, params, request_id=None, **options):
         if not prompt:
@@ -74,8 +76,12 @@ class ScriptedEngine:
     def has_unfinished(self):
         return bool(self.live)
 
+    def take_handoffs(self):
+        return []
+
     def stats(self):
-        return SimpleNamespace(waiting=0, running=len(self.live), free_blocks=7)
+        blocks = {"free_blocks": 7, "total_blocks": 9, "used_blocks": 2, "leased_blocks": 0}
+        return SimpleNamespace(waiting=0, running=len(self.live), weight_version=0, **blocks)
 
 
 class ScriptedTrainer:

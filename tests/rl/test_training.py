@@ -51,6 +51,7 @@ class Episodes:
         return len(self._running)
 
     at_engine = playing
+    unplaced = 0
 
     def start(self, trajectory_id: str, *, group_id: int, env_seed: int, purpose: str) -> None:
         assert trajectory_id not in self._running
@@ -82,6 +83,27 @@ class Episodes:
                 self._ended.append(trajectory)
 
 
+class Claims:
+    """The cluster's part: nobody borrows, so that the trainers' ranks are always free; what it was told is kept."""
+
+    def __init__(self) -> None:
+        self.may_train, self.held, self.versions, self.held_at = 0, False, [], []
+
+    def training_begins(self, now: float) -> int:
+        self.may_train += not self.held
+        self.held = True
+        return self.may_train
+
+    def training_finished(self, seconds: float, now: float) -> None:
+        self.held = False
+
+    def published(self, version: int, now: float) -> None:
+        self.versions.append(version)
+
+    def progress(self, unfinished: int, now: float) -> None:
+        assert unfinished >= 0
+
+
 class Counting:
     """The controller's part: a command takes `busy` turns of the loop, in which episodes go on."""
 
@@ -89,6 +111,7 @@ class Counting:
         self.config, self.run, self.layout = config, run, JobLayout.of(config, world)
         self.clock = VirtualClock()
         self.pool = SimpleNamespace(counts=Counter())
+        self.cluster = Claims()
         self.commands: list[Command] = []
         self.batches: list[TrainStep] = []
         self.rows_at_train: list[int] = []

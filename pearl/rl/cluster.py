@@ -1,0 +1,318 @@
+"""The cluster of a job as its controller has it: members, who serves in which role, and the trainer's claim on its ranks.
+
+Owns the wiring: what happens to members becomes events of the scheduler (`sched/service.py`), its orders become messages to
+members. It decides nothing and waits for nothing. Invariants: the router of the scheduler is the one that requests are placed
+by; the loss of an external worker costs its requests no more than what was not sent yet, and never ends the job.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from pearl import config as configuration
+from pearl.config import Config
+from pearl.metrics.jsonl import JsonlWriter
+from pearl.protocol import (
+    Done,
+    Event,
+    Failed,
+    Fetch,
+    HandedOff,
+    Interrupted,
+    Join,
+    Joined,
+    Leave,
+    Leaving,
+    MemberOrder,
+    Ready,
+    Refused,
+    Report,
+    Stop,
+    TakenOver,
+    Tokens,
+)
+from pearl.rl.collector import Collector
+from pearl.rl.layout import JobLayout
+from pearl.rl.members import Externals, Member, name_of, number_of
+from pearl.sched.cluster_scheduler import ClusterScheduler
+from pearl.sched.events import (
+    BatchProgress,
+    ClusterEvent,
+    StepMeasured,
+    TrainingBegins,
+    TrainingFinished,
+    WeightsPublished,
+    WorkerJoined,
+    WorkerReclaimed,
+    WorkerReport,
+    WorkerRole,
+    Zone,
+)
+from pearl.sched.first_guess import guess_costs, guess_workload
+from pearl.sched.profile import RuntimeProfile, StepTelemetry
+from pearl.sched.router import Router
+from pearl.sched.service import ClusterService
+from pearl.sched.settings import SchedulerSettings
+
+MOVE_AGE_S = 1.0
+"""A request that was asked for less than this ago is not worth a move: most end sooner than it would take."""
+
+NOT_THERE = 0.2
+"""Smallest time between two tries to tell progress."""
+
+
+class ClusterDriver(Protocol):
+    """What the cluster needs of the controller."""
+
+    config: Config
+    run: Path
+    layout: JobLayout
+
+    def next_number(self) -> int: ...
+    def send(self, rank: int, message: Any) -> None: ...
+    def notice(self, text: str) -> None: ...
+    def fail(self, reason: str) -> None: ...
+
+
+class Cluster:
+    """Members and their orders. Times are of the controller's clock. `begin` comes once all ranks of WORLD are ready."""
+
+    def __init__(self, driver: ClusterDriver, externals: Externals, router: Router, now: float) -> None:
+        self.externals = externals
+        self.router = router
+        self.collector: Collector | None = None
+        self.service: ClusterService | None = None
+        self.ordered: set[int] = set()
+        """The numbers of all orders to single members."""
+        self.may_train = -1
+        """The last training session that may begin."""
+        self._driver, self._config = driver, driver.config
+        self._log = JsonlWriter(driver.run / "transitions.jsonl")
+        self._ready: dict[int, Ready] = {}
+        self._version = -1
+        self._model_folder = ""
+        self._session, self._holding = 0, False
+        self._progress: tuple[int, float] = (-1, now)
+        self._fetches: dict[int, int] = {}
+        """Fetch commands that are not answered -> the member."""
+        self._began = now
+
+    # ------------------------------------------------------------------------------------------------- the beginning
+
+    def begin(self, collector: Collector, ready: dict[int, Ready], model_folder: Path, now: float) -> None:
+        """All ranks of WORLD are there; none serves yet, none trains."""
+        self.collector, self._ready, self._model_folder = collector, dict(ready), str(model_folder)
+        layout, settings = self._driver.layout, SchedulerSettings.of(self._config)
+        serving = [ready[rank] for rank in layout.serving]
+        costs = guess_costs(max(one.kv_tokens for one in serving))
+        workload = guess_workload(self._config, min(one.max_model_len for one in serving))
+        scheduler = ClusterScheduler(settings, RuntimeProfile(costs, workload, guessed=True), self.router)
+        self.service = ClusterService(scheduler, self, self._log.write, now)
+        for rank in layout.training if not layout.takes_turns else ():
+            gpus = frozenset([name_of(rank)])
+            owner = f"trainer{rank}"
+            self.feed(
+                WorkerJoined(worker=owner, gpus=gpus, zone=Zone.OVERLAP, role=WorkerRole.TRAINING, active=False), now
+            )
+            if ready[rank].lends:
+                lender = WorkerJoined(worker=name_of(rank), gpus=gpus, zone=Zone.OVERLAP, active=False)
+                self.feed(lender, now)
+        for rank in layout.serving:
+            role = WorkerRole(str(self._config.engine.role))
+            gpus = frozenset([name_of(rank)])
+            self.feed(WorkerJoined(worker=name_of(rank), gpus=gpus, role=role, kv_total=ready[rank].kv_tokens), now)
+
+    def feed(self, event: ClusterEvent, now: float) -> None:
+        """Tells the scheduler, once there is one."""
+        if self.service is not None:
+            began = time.thread_time()
+            self.service.feed(event, now)
+            self.service.seconds += time.thread_time() - began
+
+    def turn(self, now: float) -> None:
+        """In every turn of the loop: who asks to join, who is silent, and the scheduler's own clock."""
+        if self.service is None:
+            return
+        joins, self.externals.joins = self.externals.joins, []
+        for peer, join in joins:
+            self._admit(peer, join, now)
+        for number in self.externals.watch(now):
+            self.gone(number, f"silent for elastic.silence_s={self._config.elastic.silence_s:g} s", now)
+        self.service.tick(now)
+        there = self.service.scheduler.state.workers
+        for member in [one for one in self.externals.members.values() if one.name not in there]:
+            self._forget(member, "left")
+
+    # ------------------------------------------------------------------------------------------------- what members say
+
+    def take(self, event: Event, now: float) -> None:
+        """An event of any member, apart from those that only WORLD's ranks send."""
+        name = name_of(event.rank)
+        match event:
+            case Tokens():
+                if self.collector is not None:
+                    self.collector.on_tokens(name, event)
+            case HandedOff():
+                if self.collector is not None:
+                    self.collector.on_handed_off(name, event)
+            case TakenOver():
+                if self.collector is not None:
+                    self.collector.on_taken_over(name, event)
+            case Report():
+                self._reported(name, event, now)
+            case Done() if self.service is not None:
+                if self._fetches.pop(event.number, None) is None:
+                    self.service.answered(event.number, error=event.error, seconds=event.seconds, now=now)
+                if event.error:
+                    print(f"{name}: {event.error}", flush=True)
+
+    def take_external(self, event: Event, now: float) -> None:
+        """An event of an external worker. Its failure is its own."""
+        match event:
+            case Ready():
+                self.externals.members[event.rank].ready = event
+                self._ready[event.rank] = event
+            case Leaving():
+                self.feed(WorkerReclaimed(worker=name_of(event.rank), deadline=now + event.notice_s), now)
+            case Failed():
+                print(f"external {event.rank}: {event.error}\n{event.traceback}", flush=True)
+                self.gone(event.rank, event.error, now)
+            case Interrupted():
+                self.feed(WorkerReclaimed(worker=name_of(event.rank), deadline=now + self._config.elastic.notice_s), now)
+            case _:
+                self.take(event, now)
+
+    def gone(self, number: int, reason: str, now: float) -> None:
+        """An external worker is no longer there: what it had goes on elsewhere."""
+        if number not in self.externals.members:
+            return
+        member = self.externals.members[number]
+        self.externals.send(number, Stop(number=self._driver.next_number(), reason=reason, exit_code=1))
+        self.router.drain(member.name)
+        self._forget(member, reason)
+        if self.service is not None:
+            self.service.gone(member.name, reason, now)
+
+    def _forget(self, member: Member, reason: str) -> None:
+        self.externals.forget(member.number)
+        self._ready.pop(member.number, None)
+        self._fetches = {order: number for order, number in self._fetches.items() if number != member.number}
+        if self.collector is not None:
+            self.collector.lost(member.name)
+        self._driver.notice(f"worker {member.name} is gone: {reason}")
+
+    def _admit(self, peer: str, join: Join, now: float) -> None:
+        member = self.externals.admit(peer, join)
+        answer = Joined(
+            rank=member.number,
+            config=configuration.to_json(self._config),
+            model_folder=self._model_folder,
+            weight_version=self._version,
+            pulls=self.pulls(),
+        )
+        if not self.externals.tell(peer, answer):
+            self.externals.forget(member.number)
+            return
+        self.feed(
+            WorkerJoined(worker=member.name, gpus=frozenset(member.gpus), external=True, prepared=False, active=False), now
+        )
+        self._driver.notice(f"worker {member.name} joined from {join.host} (pid {join.pid})")
+
+    def _reported(self, name: str, event: Report, now: float) -> None:
+        member = self.externals.members.get(event.rank)
+        if member is not None:
+            member.stale = event.stale
+        report = WorkerReport(
+            worker=name,
+            epoch=event.epoch,
+            running=event.running,
+            waiting=event.waiting,
+            kv_used=event.kv_used,
+            kv_total=event.kv_total,
+            weight_version=event.weight_version,
+        )
+        self.feed(report, now)
+
+    # ------------------------------------------------------------------------------------------------- what the run says
+
+    @property
+    def holds_trainers(self) -> bool:
+        """Whether the trainers' ranks are theirs at the moment, or wanted."""
+        return self._holding
+
+    def training_begins(self, now: float) -> int:
+        """The trainer wants its ranks: the number of its session, which may begin once `may_train` has reached it."""
+        if not self._holding:
+            self._session, self._holding = self._session + 1, True
+            if self.service is None or self._driver.layout.takes_turns:
+                self.may_train = self._session
+            else:
+                self.feed(TrainingBegins(step=self._session, deadline=now + self._config.sched.change_timeout_s), now)
+        return self._session
+
+    def training_finished(self, seconds: float, now: float) -> None:
+        """The trainers' ranks idle until the next `training_begins`."""
+        if self._holding:
+            self._holding = False
+            if not self._driver.layout.takes_turns:
+                self.feed(TrainingFinished(step=self._session, seconds=seconds), now)
+
+    def published(self, version: int, now: float) -> None:
+        """A version is with all ranks of WORLD: who has no part in publishing is told where it is to be had."""
+        self._version = version
+        self.feed(WeightsPublished(version=version), now)
+        for number in list(self.externals.members):
+            if name_of(number) in self.router.loads:
+                order = Fetch(number=self._driver.next_number(), weight_version=version, pulls=self.pulls())
+                self._fetches[order.number] = number
+                self.externals.send(number, order)
+
+    def progress(self, unfinished: int, now: float) -> None:
+        """So many trajectories of the batch being collected are unfinished."""
+        before, told = self._progress
+        if unfinished != before and now - told >= NOT_THERE:
+            self._progress = unfinished, now
+            self.feed(BatchProgress(unfinished=unfinished), now)
+
+    def measured(self, telemetry: StepTelemetry, makespan_s: float | None, now: float) -> None:
+        """What a finished step was like."""
+        self.feed(StepMeasured(telemetry=telemetry, makespan_s=makespan_s), now)
+
+    # ------------------------------------------------------------------------------------------------- the service's port
+
+    def order(self, worker: str, make: Callable[[int], MemberOrder]) -> int:
+        number = self._driver.next_number()
+        self.ordered.add(number)
+        order = make(number)
+        rank = number_of(worker)
+        if rank in self.externals.members:
+            self.externals.send(rank, order)
+        elif rank < self._driver.layout.world:
+            if isinstance(order, Leave):
+                self._driver.fail(f"rank {rank} does not carry out what it is told")
+            self._driver.send(rank, order)
+        return number
+
+    def pulls(self) -> list[str]:
+        return [ready.pulls for ready in self._ready.values() if ready.pulls]
+
+    def requeue(self, sessions: tuple[str, ...]) -> None:
+        if self.collector is not None:
+            self.collector.requeue(sessions)
+
+    def move(self, session: str, source: str, target: str) -> None:
+        if self.collector is not None:
+            self.collector.move(session, source, target)
+
+    def trainer_may_begin(self, step: int) -> None:
+        self.may_train = step
+
+    def refuse(self, worker: str, reason: str) -> None:
+        number = number_of(worker)
+        member = self.externals.members.get(number)
+        if member is not None:
+            self.externals.tell(member.peer, Refused(reason=reason))
+            self.externals.forget(number)

@@ -1,0 +1,143 @@
+"""Who takes part in a job: ranks of WORLD, and external workers that come and go. Torch-free.
+
+Owns the numbers, under which peer each is reached, and for external workers their own socket and heartbeat. It decides
+nothing. Invariants: a number is given once in the life of a job; a message counts only from the peer whose number it carries,
+everything else (strangers, those that are gone, what cannot be read) is dropped and counted, and never an error.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from pearl.channel import ChannelError, Server
+from pearl.config import ElasticOptions
+from pearl.protocol import Event, Hello, Join, Ping, Ready, Refused, ToController
+from pearl.rl.heartbeat import Heartbeat
+
+PREFIX = "rank"
+
+
+def name_of(number: int) -> str:
+    """The name of a member; the ranks of WORLD connect under theirs."""
+    return f"{PREFIX}{number}"
+
+
+def number_of(name: str) -> int:
+    """The other way round."""
+    return int(name.removeprefix(PREFIX))
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """One member. `peer`: the name under which it connected. `stale`: messages that it dropped, by its last report."""
+
+    number: int
+    peer: str
+    external: bool
+    hello: Hello | None = None
+    ready: Ready | None = None
+    gpus: list[str] = field(default_factory=list)
+    stale: int = 0
+
+    @property
+    def name(self) -> str:
+        return name_of(self.number)
+
+
+class Externals:
+    """The external workers of a job. Without `options.listen` there are none, and nothing is bound.
+
+    `address` is where they join: "tcp://HOST:PORT", and `token` what they have to know. `dropped` counts messages by reason.
+    """
+
+    def __init__(self, context: zmq.Context, options: ElasticOptions, first: int, now: float) -> None:
+        self.server = Server(context, f"tcp://{options.listen}", ToController) if options.listen else None
+        self.address = self.server.address if self.server else ""
+        self.token = secrets.token_hex(8)
+        self.members: dict[int, Member] = {}
+        self.joins: list[tuple[str, Join]] = []
+        """Workers that ask to take part, and have not been answered."""
+        self.dropped: Counter[str] = Counter()
+        self._next = first
+        self._numbers: dict[str, int] = {}
+        self._heartbeat = Heartbeat(every_s=options.heartbeat_s, silence_s=options.silence_s, now=now)
+
+    @property
+    def ends(self) -> list[Server]:
+        return [self.server] if self.server else []
+
+    def receive(self) -> list[Event]:
+        """What has arrived of members; who asks to join is in `joins` afterwards."""
+        if self.server is None:
+            return []
+        events: list[Event] = []
+        for peer, message in self.server.receive():
+            number = self._numbers.get(peer)
+            if isinstance(message, Join):
+                self._asked(peer, message)
+            elif number is None or message.rank != number:
+                self.dropped["stranger"] += 1
+            else:
+                self._heartbeat.heard(number)
+                events.append(message)
+        self.dropped["unreadable"], self.server.rejected = self.dropped["unreadable"] + self.server.rejected, 0
+        return events
+
+    def admit(self, peer: str, join: Join) -> Member:
+        """Gives the worker a number, for good; from now on it is watched."""
+        number, self._next = self._next, self._next + 1
+        hello = Hello(rank=number, pid=join.pid, host=join.host, roles=["serve"])
+        gpus = list(join.gpus) or [name_of(number)]
+        member = Member(number=number, peer=peer, external=True, hello=hello, gpus=gpus)
+        self.members[number], self._numbers[peer] = member, number
+        self._heartbeat.add(number)
+        return member
+
+    def forget(self, number: int) -> None:
+        """It is gone: nothing that it says counts any more."""
+        member = self.members.pop(number, None)
+        if member is not None:
+            del self._numbers[member.peer]
+            self._heartbeat.remove(number)
+
+    def send(self, number: int, message: Any) -> bool:
+        """False if it is gone, or cannot be reached; nothing waits."""
+        member = self.members.get(number)
+        return member is not None and self.tell(member.peer, message)
+
+    def tell(self, peer: str, message: Any) -> bool:
+        """To a worker that has no number, or not yet."""
+        if self.server is None:
+            return False
+        try:
+            self.server.send(peer, message)
+        except ChannelError:
+            self.dropped["unreachable"] += 1
+            return False
+        return True
+
+    def watch(self, now: float) -> list[int]:
+        """Those that have been silent too long; sends pings."""
+        silent = self._heartbeat.advance(now)
+        if self._heartbeat.ping_due():
+            for number in self.members:
+                self.send(number, Ping(sequence=self._heartbeat.sequence))
+        return silent
+
+    def close(self) -> None:
+        if self.server is not None:
+            self.server.socket.close(linger=1000)
+
+    def _asked(self, peer: str, join: Join) -> None:
+        if not secrets.compare_digest(join.token, self.token):
+            self.dropped["bad_token"] += 1
+            self.tell(peer, Refused(reason="the token is not that of this job"))
+        elif peer in self._numbers:
+            self.dropped["doubled"] += 1
+        else:
+            self.joins.append((peer, join))
