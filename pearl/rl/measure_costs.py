@@ -1,6 +1,6 @@
 """What serving costs here: one engine is measured for about a minute, and a cost profile of it is written.
 
-    python -m pearl.rl.measure_costs [MODEL_FOLDER] --out costs.json [--gpu NAME] [--dtype bfloat16] [--kernels auto]
+    python -m pearl.rl.measure_costs [MODEL_FOLDER] --out costs.json [--gpu NAME] [--dtype float32] [--kernels auto]
 
 Without a folder it measures the quickstart's fresh model. Owns the measuring: decode steps over batch and context, prefills
 over new tokens and prefix, KV moved between two engines, a change of role, sleep and wake. It decides nothing. Each figure is
@@ -40,6 +40,8 @@ from pearl.sched.cost_profile import (
 )
 from pearl.sched.fit import relative_fit
 
+Timer = Callable[[], float]
+
 
 def _params(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -72,10 +74,11 @@ class Measured:
 class Measuring:
     """One engine, and prompts that no other one begins with."""
 
-    def __init__(self, build: Callable[[Role], Engine], vocab_size: int, grid: Grid) -> None:
-        began = time.perf_counter()
+    def __init__(self, build: Callable[[Role], Engine], vocab_size: int, grid: Grid, timer: Timer) -> None:
+        self.timer = timer
+        began = timer()
         self.engine = build(Role.MIXED)
-        self.prepare_s = time.perf_counter() - began
+        self.prepare_s = timer() - began
         self._build, self._vocab, self.grid = build, vocab_size, grid
         self._rng = np.random.default_rng(0)
 
@@ -104,9 +107,7 @@ class Measuring:
             waiting -= {update.request_id for update in engine.step_updates() if update.token_ids}
         took = []
         while engine.stats().running == batch and len(took) < self.grid.steps:
-            began = time.perf_counter()
-            engine.step_updates()
-            took.append(time.perf_counter() - began)
+            took.append(self._timed(engine.step_updates))
         for name in names:
             engine.abort(name)
         _drain(engine)
@@ -119,18 +120,16 @@ class Measuring:
             engine.add_request([*shared, *self.ids(1)], _params(1))
             _drain(engine)
         engine.add_request(shared + self.ids(new), _params(1))
-        began = time.perf_counter()
-        _drain(engine)
-        return time.perf_counter() - began
+        return self._timed(lambda: _drain(engine))
 
     def changes(self) -> dict[str, ChangeCost]:
         """A change of role, sleep and wake, building the engine; seconds."""
         roles = [Role.PREFILL, Role.DECODE, Role.MIXED] * self.grid.rounds
-        switch = statistics.median(_timed(lambda role=role: self.engine.switch_role(role)) for role in roles)
+        switch = statistics.median(self._timed(lambda role=role: self.engine.switch_role(role)) for role in roles)
         asleep, awake = [], []
         for _ in range(self.grid.rounds):
-            asleep.append(_timed(self.engine.sleep))
-            awake.append(_timed(self.engine.wake))
+            asleep.append(self._timed(self.engine.sleep))
+            awake.append(self._timed(self.engine.wake))
         measured = {"switch": switch, "give_back": statistics.median(asleep), "borrow": statistics.median(awake)}
         measured["prepare"] = self.prepare_s
         return {kind: ChangeCost(fixed_s=seconds) for kind, seconds in measured.items()}
@@ -149,7 +148,7 @@ class Measuring:
         name = self.engine.add_request(self.ids(context), _params(8))
         while not any(update.request_id == name and update.token_ids for update in self.engine.step_updates()):
             pass
-        began = time.perf_counter()
+        began = self.timer()
         transfer = self.engine.export_kv(name)
         taken = other.import_kv(transfer)
         self.engine.finish_export(transfer.transfer_id, taken)
@@ -157,22 +156,21 @@ class Measuring:
             raise RuntimeError(f"a request of {context} tokens was not taken in by an idle engine")
         while not any(update.token_ids for update in other.step_updates()):
             self.engine.step_updates()
-        took = time.perf_counter() - began
-        step = _timed(other.step_updates)
+        took = self.timer() - began
+        step = self._timed(other.step_updates)
         _drain(other)
         _drain(self.engine)
         return max(0.0, took - step)
+
+    def _timed(self, call: Callable[[], Any]) -> float:
+        began = self.timer()
+        call()
+        return self.timer() - began
 
 
 def _drain(engine: Engine) -> None:
     while engine.has_unfinished():
         engine.step_updates()
-
-
-def _timed(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 def fitted(measured: Measured) -> tuple[DecodeCost, PrefillCost, float]:
@@ -187,9 +185,11 @@ def fitted(measured: Measured) -> tuple[DecodeCost, PrefillCost, float]:
     return cost, prompt, max(decode_error, prefill_error)
 
 
-def measure(config: EngineConfig, name: str, gpu: str, grid: Grid) -> tuple[CostProfile, float]:
+def measure(
+    config: EngineConfig, name: str, gpu: str, grid: Grid, timer: Timer = time.perf_counter
+) -> tuple[CostProfile, float]:
     """The profile of an engine of these settings (`model` is a ModelConfig), and the largest error of its step times."""
-    measuring = Measuring(lambda role: Engine(replace(config, role=role), text=False), config.model.vocab_size, grid)
+    measuring = Measuring(lambda role: Engine(replace(config, role=role), text=False), config.model.vocab_size, grid, timer)
     engine = measuring.engine
     decode, prefill, error = fitted(measuring.steps())
     bytes_per_token = float(engine.model_config.kv_bytes_per_token)
@@ -204,7 +204,7 @@ def measure(config: EngineConfig, name: str, gpu: str, grid: Grid) -> tuple[Cost
         transfer_base_s=base_s,
         max_batch=float(max(grid.batches)),
         max_context=float(max(grid.contexts)),
-        source=f"measured on {platform.node() or 'this machine'}: {len(grid.batches) * len(grid.contexts)} decode points",
+        source=f"measured on one {platform.machine()} machine: {len(grid.batches) * len(grid.contexts)} decode points",
         **measuring.changes(),
     )
     engine.close()
@@ -225,6 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu", default=platform.processor() or platform.machine(), help="what the device is called")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--processor-time", action="store_true", help="not the wall's: for a CPU that others use too")
     parser.add_argument("--blocks", type=int, default=2048, help="of the KV pool, of 16 tokens")
     options = parser.parse_args(arguments)
     grid = Grid()
@@ -241,7 +242,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             max_model_len=grid.longest,
         )
         name = options.model.name if options.model else "quickstart"
-        profile, error = measure(config, name, options.gpu, grid)
+        timer = time.thread_time if options.processor_time else time.perf_counter
+        profile, error = measure(config, name, options.gpu, grid, timer)
     except ValueError as wrong:
         parser.exit(2, f"{parser.prog}: {wrong}\n")
     kept = [one for one in read_profiles(options.out) if one.key != profile.key] if options.out.exists() else []
