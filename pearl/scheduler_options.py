@@ -49,8 +49,9 @@ class PdSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BorrowSettings:
-    """How many training workers serve while nothing is trained: "auto", "all", "none" or a number as text.
+    """How many training workers serve while nothing is trained: "auto", "all", "none", "all_or_none" or a number as text.
 
+    "auto" borrows as many as pay, "all_or_none" all if they pay, "all" and a number whether they pay or not.
     `margin`: what is gained must be so many times the cost. `return_margin`: the lead of a return, over its expected time,
     `return_extra_s` on top.
     """
@@ -61,8 +62,8 @@ class BorrowSettings:
     return_extra_s: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.workers not in ("auto", "all", "none") and not self.workers.isdecimal():
-            raise ValueError(f"borrow.workers={self.workers!r}: must be auto, all, none or a number")
+        if self.workers not in ("auto", "all", "none", "all_or_none") and not self.workers.isdecimal():
+            raise ValueError(f"borrow.workers={self.workers!r}: must be auto, all, none, all_or_none or a number")
         at_least(self, "borrow", 0, "margin", "return_extra_s")
         at_least(self, "borrow", 1, "return_margin")
 

@@ -99,18 +99,39 @@ class StepFit:
         self.coefficients = self._solve()
 
     def _solve(self) -> Any:
-        """Non-negative least squares by dropping the most negative coefficient until none is left (the form has four)."""
+        """Non-negative least squares; the form has four coefficients at most."""
         known = self.points / (self._expected * self.scale)[:, None]
         share = self.prior / len(known)
         gram, right = self._gram + share * known.T @ known, self._right + share * known.sum(axis=0)
-        used = np.diag(gram) > 0
-        while used.any():
-            norm = np.sqrt(np.diag(gram)[used])  # features differ by many orders of magnitude
-            system = gram[np.ix_(used, used)] / np.outer(norm, norm) + 1e-9 * np.eye(int(used.sum()))
-            part = np.linalg.solve(system, right[used] / norm) / norm
-            if (part >= 0).all():
-                result = np.zeros(len(gram))
-                result[used] = part
-                return result
-            used[np.flatnonzero(used)[np.argmin(part * norm)]] = False
-        return self._prior_coefficients * self.scale
+        found = _non_negative(gram, right)
+        return self._prior_coefficients * self.scale if found is None else found
+
+
+def relative_fit(rows: Any, seconds: Any) -> tuple[list[float], float]:
+    """(coefficients, largest relative error) of the least squares of relative errors, coefficients never negative.
+
+    `rows` of features, one per measurement, and what was measured, > 0. ValueError if nothing can be fitted.
+    """
+    rows, seconds = np.asarray(rows, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    if rows.ndim != 2 or len(rows) != len(seconds) or not len(rows) or not (seconds > 0).all():
+        raise ValueError(f"rows of shape {rows.shape}, {len(seconds)} measurements: must be as many, all of them > 0")
+    relative = rows / seconds[:, None]
+    found = _non_negative(relative.T @ relative, relative.sum(axis=0))
+    if found is None:
+        raise ValueError("rows: no coefficients >= 0 fit them")
+    return found.tolist(), float(np.max(np.abs(relative @ found - 1)))
+
+
+def _non_negative(gram: Any, right: Any) -> Any:
+    """Solves gram x = right, dropping the most negative x until none is left; None if nothing remains."""
+    used = np.diag(gram) > 0
+    while used.any():
+        norm = np.sqrt(np.diag(gram)[used])  # features differ by many orders of magnitude
+        system = gram[np.ix_(used, used)] / np.outer(norm, norm) + 1e-9 * np.eye(int(used.sum()))
+        part = np.linalg.solve(system, right[used] / norm) / norm
+        if (part >= 0).all():
+            result = np.zeros(len(gram))
+            result[used] = part
+            return result
+        used[np.flatnonzero(used)[np.argmin(part * norm)]] = False
+    return None

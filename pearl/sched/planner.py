@@ -225,7 +225,7 @@ def _around(center: int, width: float, axis: Array) -> Array:
 
 def fixed_borrow(setting: str, already: int, lendable: int) -> range:
     """How many more workers may be borrowed under this setting, `already` being borrowed; at least one number."""
-    if setting == "auto":
+    if setting in ("auto", "all_or_none"):
         return range(lendable + 1)
     more = {"all": lendable, "none": 0}.get(setting)
     count = min(lendable, max(0, int(setting) - already)) if more is None else more

@@ -75,7 +75,7 @@ def weigh_borrow(
     if without is None:
         return Verdict(act=True, reason="nobody else serves", gain_s=math.inf, cost_s=toggle_s, forced=True)
     gain = weight * (without.prediction.makespan_s - borrowed.prediction.makespan_s)
-    pays = s.workers not in ("auto", "none") or gain > s.margin * toggle_s
+    pays = s.workers not in ("auto", "all_or_none", "none") or gain > s.margin * toggle_s
     reason = "better" if pays else "does not pay for itself"
     return Verdict(act=pays, reason=reason, gain_s=gain, cost_s=toggle_s, threshold_s=s.margin * toggle_s)
 

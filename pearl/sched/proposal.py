@@ -127,7 +127,10 @@ class Adviser:
         if not s.lendable or not allowed[-1]:
             return None
         counts, costs = np.arange(allowed[-1] + 1), self.predictor.costs
-        toggle = tuple((costs.borrow.seconds(counts) + costs.give_back.seconds(counts)).tolist())
+        cost = costs.borrow.seconds(counts) + costs.give_back.seconds(counts)
+        if self._settings.borrow.workers == "all_or_none":
+            cost[1:-1] = np.inf
+        toggle = tuple(cost.tolist())
         best = self._best(
             Budget(
                 fixed=workers,
@@ -138,8 +141,8 @@ class Adviser:
                 now=s.shape,
             )
         )
-        cost = toggle[best.borrowed] if best is not None else 0.0
-        verdict = weigh_borrow(base, best, weight=s.weight, toggle_s=cost, s=self._settings.borrow)
+        price = toggle[best.borrowed] if best is not None else 0.0
+        verdict = weigh_borrow(base, best, weight=s.weight, toggle_s=price, s=self._settings.borrow)
         if best is None or not verdict.act:
             return None
         return best, replace(verdict, reason="borrow")

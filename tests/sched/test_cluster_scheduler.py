@@ -13,6 +13,7 @@ from sched_cases import Driver, busy_load, joined
 
 from pearl.protocol import Role
 from pearl.sched.commands import Admit, Borrow, GiveBack, Leave, MoveSession, Prepare, Refuse, Requeue, SetRole, TrainerMayBegin
+from pearl.sched.cost_profile import ChangeCost
 from pearl.sched.events import (
     Activity,
     BatchProgress,
@@ -158,6 +159,18 @@ def test_fixed_numbers_of_borrowed_workers(workers: str, count: int) -> None:
     driver.send(TrainingFinished(step=0))
     driver.run(30)
     assert driver.shape == f"{2 + count}M"
+
+
+@pytest.mark.parametrize(
+    ("workers", "per_worker_s", "count"),
+    [("auto", 10.0, 4), ("all_or_none", 10.0, 8), ("auto", 20.0, 2), ("all_or_none", 20.0, 0)],
+)
+def test_all_are_borrowed_or_none_where_that_is_wanted(workers: str, per_worker_s: float, count: int) -> None:
+    costs = {"borrow": ChangeCost(per_worker_s=per_worker_s), "give_back": ChangeCost()}
+    driver = Driver(SchedulerSettings(pd=PdSettings(mode="mixed"), borrow=BorrowSettings(workers=workers)), **costs)
+    driver.start(3, overlap=8)
+    driver.send(TrainingBegins(step=0, deadline=0.0))
+    assert len(names(driver.send(TrainingFinished(step=0)), Borrow)) == count
 
 
 def test_where_all_gpus_train_they_take_turns() -> None:

@@ -77,6 +77,7 @@ def test_borrowing_pays_when_what_is_left_gains_more_than_the_toggle() -> None:
     refused = weigh_borrow(without, lent, weight=0.5, toggle_s=10.0, s=s)
     assert not refused.act and refused.gain_s == pytest.approx(10.0)
     assert weigh_borrow(without, lent, weight=0.5, toggle_s=99.0, s=BorrowSettings(workers="2")).act, "a fixed number is fixed"
+    assert not weigh_borrow(without, lent, weight=0.5, toggle_s=99.0, s=BorrowSettings(workers="all_or_none")).act
     assert weigh_borrow(None, lent, weight=0.0, toggle_s=99.0, s=s).forced
     assert not weigh_borrow(without, without, weight=1.0, toggle_s=0.0, s=s).act
 
