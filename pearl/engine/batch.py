@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pearl.engine.kernels.interface import PagedBatch
+from pearl.engine.kernels.upload import on_device
 from pearl.engine.request import PLACEHOLDER, Request, ScheduledRequest, SchedulerOutput
 
 
@@ -127,9 +128,3 @@ def _unknown(ids: list[int], ordered: list[ScheduledRequest], starts: list[int])
     """A request's last row of the step is the only one whose id an unfinished step may still be drawing."""
     last = [(starts[row + 1] - 1, scheduled.request_id) for row, scheduled in enumerate(ordered)]
     return [(row, request_id) for row, request_id in last if ids[row] == PLACEHOLDER]
-
-
-def on_device(array: np.ndarray, device: torch.device | None) -> Tensor:
-    """The array as a tensor there. It goes to a GPU from page-locked memory: any other copy waits for what is queued."""
-    made = torch.from_numpy(array)
-    return made if device is None or device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)

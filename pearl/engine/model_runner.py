@@ -17,13 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pearl.engine.batch import ForwardBatch, PromptRows, build_batch, on_device
+from pearl.engine.batch import ForwardBatch, PromptRows, build_batch
 from pearl.engine.cuda_graph import DecodeGraphs
-from pearl.engine.kernels.interface import Kernels, LayerMark, PagedBatch, ServedDecoder
+from pearl.engine.kernels.interface import Kernels, LayerMark, PagedBatch, QueuesDraws, ServedDecoder
+from pearl.engine.kernels.upload import on_device
 from pearl.engine.migration.transport import LAYER_BITS, LeaseWords
 from pearl.engine.models.decoder import Decoder, paged_attend
+from pearl.engine.penalties import SeenTokens, penalised
 from pearl.engine.request import PLACEHOLDER, Request, SampledToken, SchedulerOutput, StepResult
-from pearl.engine.sampler import penalised, queue_sample
+from pearl.engine.sampler import Before, queue_sample
 
 LOGITS_AT_ONCE = 1 << 24
 """Numbers of fp32 logits held at one time while prompt positions are scored (64 MiB)."""
@@ -62,6 +64,7 @@ class ModelRunner:
         """Graphs of `operations`, for steps that nobody reads along with."""
         self._step = 0
         self._last = Queued(None, {}, dict)
+        self._seen = SeenTokens()
 
     @property
     def last_ids(self) -> dict[str, int]:
@@ -78,7 +81,7 @@ class ModelRunner:
     ) -> Callable[[], StepResult]:
         """Queues a step on the device, whose last one may still be running; what is returned waits for its result.
 
-        It waits itself where penalties need to know what the last step drew, or prompts are scored.
+        It waits itself where prompts are scored, and with kernels that do not queue their draws.
         """
         if not output.requests:
             return lambda: StepResult(sampled={}, weight_version=weight_version)
@@ -139,8 +142,11 @@ class ModelRunner:
             return dict
         everything = len(batch.sample_rows) == hidden_TD.shape[0]
         logits_RV = self.logits(hidden_TD if everything else hidden_TD[batch.sample_rows])
-        members = [self._known(*pair) for pair in zip(batch.sampled, batch.positions_R, strict=True)]
-        ids_R, tokens = queue_sample(logits_RV, members, batch.positions_R, self.kernels)
+        members = batch.sampled
+        if not isinstance(self.kernels, QueuesDraws):
+            members = [self._known(*pair) for pair in zip(members, batch.positions_R, strict=True)]
+        before = Before(self._last.ids_R, self._last.rows, self._seen)
+        ids_R, tokens = queue_sample(logits_RV, members, batch.positions_R, self.kernels, before)
         names = [request.request_id for request in batch.sampled]
         drawn = functools.cache(lambda: dict(zip(names, tokens(), strict=True)))
         self._last = Queued(ids_R, {name: row for row, name in enumerate(names)}, drawn)

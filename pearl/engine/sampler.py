@@ -12,12 +12,14 @@ Shapes: S rows, V vocabulary, R the rows (of S) that a step is about.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pearl.engine.kernels.interface import Draw, Drawn, DrawRows, Kernels, QueuesDraws
+from pearl.engine.kernels.interface import Draw, Drawn, DrawRows, Kernels, QueuesDraws, ScoreChanges
+from pearl.engine.penalties import SeenTokens, penalised
 from pearl.engine.philox import uniforms
 from pearl.engine.request import Request, SampledToken
 from pearl.protocol import SamplingParams
@@ -61,25 +63,33 @@ def sample(
 
 
 def queue_sample(
-    logits_SV: Tensor, requests: Sequence[Request], positions: Sequence[int], kernels: Kernels
+    logits_SV: Tensor, requests: Sequence[Request], positions: Sequence[int], kernels: Kernels, before: Before
 ) -> tuple[Tensor, Callable[[], list[SampledToken]]]:
     """As `sample`: the ids where the logits are (void for rows with an error), and what waits for the tokens.
 
-    Kernels that queue their draws do not make the caller wait for the device; with others the tokens are there already.
+    Kernels that queue their draws do not make the caller wait for the device; with others the tokens are there already, and
+    penalties must find all ids known.
     """
     if not isinstance(kernels, QueuesDraws):
         tokens = sample(logits_SV, requests, positions, kernels.draw)
         ids = [max(token.token_id, 0) for token in tokens]
         return torch.tensor(ids, dtype=torch.int64, device=logits_SV.device), lambda: tokens
-    params = [request.params for request in requests]
-    scores_SV, masked_out = _min_tokens_masked(_penalised(logits_SV, requests, positions), requests, positions)
-    ids_S, collect = kernels.queue_draw(scores_SV, logits_SV, _draw_rows(requests, positions))
-    return ids_S, lambda: _as_tokens(collect(), params, masked_out)
+    changes = ScoreChanges(
+        penalties=before.seen.rows(requests, positions, before.rows),
+        masked=_held_back(requests, positions),
+        drawn_ids=before.ids,
+    )
+    ids_S, collect = kernels.queue_draw(logits_SV, _draw_rows(requests, positions), changes)
+    return ids_S, lambda: _as_tokens(collect(), [request.params for request in requests], [])
 
 
-def penalised(params: SamplingParams) -> bool:
-    """Whether what was said before changes the scores."""
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+class Before(NamedTuple):
+    """What kernels that queue draws need of the steps before: ids that the last one draws (`rows`: for whom), and what
+    penalties count."""
+
+    ids: Tensor | None
+    rows: Mapping[str, int]
+    seen: SeenTokens
 
 
 def _draw_rows(requests: Sequence[Request], positions: Sequence[int]) -> DrawRows:
@@ -150,12 +160,7 @@ def _counts(lists: list[list[int]], like_SV: Tensor) -> Tensor:
 
 def _min_tokens_masked(scores_SV: Tensor, requests: Sequence[Request], positions: Sequence[int]) -> tuple[Tensor, list[int]]:
     """Removes EOS and stop ids from requests still below `min_tokens`; also returns the rows that have nothing left."""
-    pairs = [
-        (row, token_id)
-        for row, request in enumerate(requests)
-        if positions[row] < request.params.min_tokens
-        for token_id in request.eos_token_ids | request.stop_token_ids
-    ]
+    pairs = _held_back(requests, positions)
     if not pairs:
         return scores_SV, []
     rows, ids = zip(*pairs, strict=True)
@@ -163,6 +168,16 @@ def _min_tokens_masked(scores_SV: Tensor, requests: Sequence[Request], positions
     scores_SV[list(rows), list(ids)] = -math.inf
     empty_S = scores_SV.amax(-1) == -math.inf
     return scores_SV.masked_fill(empty_S[:, None], 0.0), empty_S.nonzero()[:, 0].tolist()
+
+
+def _held_back(requests: Sequence[Request], positions: Sequence[int]) -> list[tuple[int, int]]:
+    """(row, id) of what may not be drawn yet, because of `min_tokens`."""
+    return [
+        (row, token_id)
+        for row, request in enumerate(requests)
+        if positions[row] < request.params.min_tokens
+        for token_id in request.eos_token_ids | request.stop_token_ids
+    ]
 
 
 def _scaled(scores_SV: Tensor, params: list[SamplingParams]) -> Tensor:

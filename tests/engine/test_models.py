@@ -180,3 +180,21 @@ def test_a_position_past_the_end_raises() -> None:
     batch = PackedBatch(positions_T=torch.tensor([256]), lengths=(1,))
     with pytest.raises((IndexError, RuntimeError)):
         decoder(torch.tensor([1]), batch.positions_T, varlen_attend(decoder.kernels, batch, decoder.config))
+
+
+def test_the_head_of_a_served_16_bit_model_is_one_product() -> None:
+    """This version of torch has the product with fp32 sums of 16-bit factors that GPUs take."""
+    hidden, weight = (torch.empty(size, 8, dtype=torch.bfloat16, device="meta") for size in (3, 20))
+    assert torch.mm(hidden, weight.T, out_dtype=torch.float32).dtype is torch.float32
+
+
+@pytest.mark.gpu
+def test_the_head_on_a_gpu_does_not_widen_its_weights() -> None:
+    hidden, weight = (torch.randn(size, 1024, device="cuda").bfloat16() for size in (5, 50_000))
+    expected = hidden.float() @ weight.float().T
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.inference_mode():
+        found = layers.wide_head(hidden, weight)
+    assert torch.cuda.max_memory_allocated() - before < weight.nbytes
+    assert found.dtype is torch.float32 and gap([found.cpu()], [expected.cpu()]) < 1e-3  # of sums of about 30

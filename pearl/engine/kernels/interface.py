@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pearl.engine.models.config import ModelConfig
+from pearl.engine.penalties import PenaltyRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +118,21 @@ class DrawRows:
     bests: list[int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreChanges:
+    """What is done to logits before tokens are drawn from them: first penalties, then ids that may not be drawn.
+
+    `masked`: (row, id), no pair twice. `drawn_ids`: what the step before draws, int64 on the device, for penalties of rows
+    whose last id is not known yet.
+    """
+
+    penalties: PenaltyRows | None
+    masked: list[tuple[int, int]]
+    drawn_ids: Tensor | None = None
+
+
 class Drawn(NamedTuple):
-    """One entry per row. `errors`: "" or what is wrong with the row; `bests`: (id, log-prob), best first."""
+    """One entry per row. `errors`: "", "not_finite" or "nothing_left"; `bests`: (id, log-prob), best first."""
 
     ids: list[int]
     logprobs: list[float]
@@ -128,15 +142,21 @@ class Drawn(NamedTuple):
 
 Draw = Callable[[Tensor, Tensor, DrawRows], Drawn]
 """(scores_SV, logits_SV, rows): a token per row of the fp32 scores, which are the logits after penalties and masks, as
-`sampler.py` describes it. A row's error is "not_finite" where its logits are not."""
+`sampler.py` describes it. A row's error is "not_finite" where its logits are not, "nothing_left" where no score is."""
 
 
 @runtime_checkable
 class QueuesDraws(Protocol):
-    """Kernels that can draw without waiting for their device."""
+    """Kernels that can draw without waiting for their device, and change the scores for it themselves."""
 
-    def queue_draw(self, scores_SV: Tensor, logits_SV: Tensor, rows: DrawRows) -> tuple[Tensor, Callable[[], Drawn]]:
-        """As `Draw`, but gives the ids on the device (int64, void where a row has an error), and what waits for the rest."""
+    def queue_draw(
+        self, logits_SV: Tensor, rows: DrawRows, changes: ScoreChanges
+    ) -> tuple[Tensor, Callable[[], Drawn]]:
+        """As `Draw`, but gives the ids on the device (int64, void where a row has an error), and what waits for the rest.
+
+        `changes` are those that `sampler.py` describes; the logits stay as they are. A row in which all is masked has the
+        error "nothing_left".
+        """
 
 
 class Kernels(Protocol):

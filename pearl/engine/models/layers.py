@@ -98,9 +98,15 @@ def split_heads(qkv_TE: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Te
 
 
 def wide_head(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
-    """Logits [T, V] in fp32 (fp64 for an fp64 model): `h.float() @ W.float().T`, a slice of the vocabulary at a time."""
+    """Logits [T, V] in fp32 (fp64 for an fp64 model): `h.float() @ W.float().T`, a slice of the vocabulary at a time.
+
+    Served on a GPU it is one product that keeps its fp32 sums and reads the weights as they are: 16-bit factors have exact
+    fp32 products. (That one has no derivative, and CPUs do not have it.)
+    """
     if hidden_TD.dtype in (torch.float32, torch.float64):
         return hidden_TD @ weight_VD.T
+    if hidden_TD.is_cuda and torch.is_inference_mode_enabled():
+        return torch.mm(hidden_TD, weight_VD.T, out_dtype=torch.float32)
     wide_TD = hidden_TD.float()
     return torch.cat([wide_TD @ rows.float().T for rows in weight_VD.split(HEAD_ROWS)], dim=-1)
 

@@ -91,3 +91,37 @@ def test_engine(name: str, ahead: bool, tmp_path: Path, monkeypatch: pytest.Monk
     assert bool(replayed) == ahead
     assert {"rms_norm_kernel", "qk_norm_rope_kernel", "store_kv_kernel", "attention_kernel"} <= launch.names
     assert ("grouped_product_kernel" if name == "experts" else "silu_and_mul_kernel") in launch.names
+
+
+def test_penalties_one_step_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids that only the device knows are counted there: the same tokens, and no step waits for the one before it."""
+    monkeypatch.setitem(registry.KERNELS, "reference", AnyDevice)
+    folder = hf_models.save(hf_models.randomise(hf_models.dense(0, **ONE_LAYER)), tmp_path)
+    found = []
+    for ahead in (False, True):
+        engine = Engine(
+            EngineConfig(model=folder, dtype="float32", kernels="reference", device=DEVICE.type, num_blocks=40, overlap=ahead)
+        )
+        runner, waits = engine._runner, []
+        launch = runner.launch
+
+        def noted(output, requests, *, weight_version, launch=launch, runner=runner, waits=waits):
+            before = runner._last.tokens
+            runner._last = runner._last._replace(tokens=lambda: waits.append(output.step) or before())
+            queued = launch(output, requests, weight_version=weight_version)
+            return queued
+
+        runner.launch = noted
+        kinds = [
+            dict(repetition_penalty=1.9), dict(presence_penalty=2.0, min_tokens=4, stop_token_ids=[*range(9)]),
+            dict(frequency_penalty=1.5, temperature=1.0, seed=3), {},
+        ]  # fmt: skip
+        for number, kind in enumerate(kinds):
+            params = SamplingParams(**{"temperature": 0.0, "max_tokens": 5, "ignore_eos": True, **kind})
+            engine.add_request(hf_models.prompt(3 + number, seed=number), params)
+        done = {}
+        while engine.has_unfinished():
+            done |= {completion.request_id: completion.token_ids for completion in engine.step()}
+        found.append(done)
+        assert waits == []
+    assert found[0] == found[1] and len(found[0]) == 4

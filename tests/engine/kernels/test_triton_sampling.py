@@ -15,7 +15,6 @@ from pearl.engine import sampler
 from pearl.engine.kernels.interface import DrawRows
 from pearl.engine.kernels.triton import sampling
 from pearl.engine.kernels.triton.kernels import TritonKernels
-from pearl.engine.kernels.triton.sampling import occurrences, penalise
 from pearl.engine.request import Request
 from pearl.protocol import SamplingParams
 
@@ -137,31 +136,6 @@ def test_masked_tokens_are_never_drawn() -> None:
         request.stop_token_ids = frozenset({best})
     chosen[0].stop_token_ids = frozenset(range(30))
     assert_same(logits, params, chosen)
-
-
-def test_penalties() -> None:
-    fields = [{"repetition_penalty": 1.7}, {"presence_penalty": 0.8}, {"frequency_penalty": -0.6}]
-    fields += [{"repetition_penalty": 0.5, "presence_penalty": -1.0, "frequency_penalty": 0.3}]
-    params = [SamplingParams(temperature=0.0, **one) for one in fields]
-    prompt, output = [3, 7, 7, 12], [12, 5, 5, 5, 19]
-    logits = normal(len(params), 20, scale=2.0)
-    rows, ids, counts = occurrences([prompt] * len(params), [output] * len(params))
-    assert ids[rows == 0].tolist() == [3, 5, 7, 12, 19]
-    assert counts[rows == 0].tolist() == [0, 3, 0, 1, 1]
-    entries = [torch.from_numpy(part).to(DEVICE) for part in (rows, ids, counts)]
-    table = [[one.repetition_penalty, one.presence_penalty, one.frequency_penalty] for one in params]
-    scores = logits.clone()
-    penalise(scores, *entries, torch.tensor(table, device=DEVICE))
-    expected = sampler._penalised(logits, requests(params, prompt, output), [len(output)] * len(params))
-    assert torch.allclose(scores, expected, atol=1e-6)
-    assert not torch.allclose(scores, logits)
-
-
-def test_penalties_stay_finite() -> None:
-    scores = torch.full((1, 4), 3e38, device=DEVICE)
-    entries = [torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in ([0, 0], [1, 2], [1, 0])]
-    penalise(scores, *entries, torch.tensor([[1e-30, 0.0, 0.0]], device=DEVICE))
-    assert scores.tolist() == [pytest.approx([3e38] * 4)]
 
 
 def test_frequencies_follow_the_distribution() -> None:

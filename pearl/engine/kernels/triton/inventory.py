@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pearl.engine.kernels.interface import PackedBatch, PagedBatch
-from pearl.engine.kernels.triton import elementwise, moe, norm_rope, sampling
+from pearl.engine.kernels.triton import elementwise, moe, norm_rope, penalties, sampling
 from pearl.engine.kernels.triton.attention_plan import paged_attention, varlen_attention
 from pearl.engine.kernels.triton.launch import Launcher
 from pearl.engine.kernels.triton.token_logprobs import token_logprobs
@@ -171,8 +171,8 @@ def _ends() -> list[Entry]:
         def use(launch: Launcher) -> None:
             scores, table = _meta(64, vocab, dtype=FP32), _meta(64, sampling.COLUMNS, dtype=torch.float64)
             sampling.sample(scores, scores, table, launch)
-            index = _meta(4096, dtype=torch.int32)
-            sampling.penalise(scores, index, index, index, _meta(64, 3, dtype=FP32), launch)
+            rows, index, drawn = _meta(64, 4, dtype=torch.int32), _meta(4096, dtype=torch.int32), _meta(64, dtype=torch.int64)
+            penalties.penalise(scores, rows, index, index, _meta(64, 3, dtype=FP32), drawn, launch)
 
         return use
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pearl.engine.kernels.interface import Drawn, DrawRows, PackedBatch, PagedBatch, ServedModel
-from pearl.engine.kernels.triton import attention_plan, elementwise, moe, norm_rope, sampling
+from pearl.engine.kernels.interface import Drawn, DrawRows, PackedBatch, PagedBatch, ScoreChanges, ServedModel
+from pearl.engine.kernels.triton import attention_plan, elementwise, moe, norm_rope, penalties, sampling
 from pearl.engine.kernels.triton.launch import Launcher, run
 from pearl.engine.models.config import ModelConfig
 
@@ -95,8 +95,11 @@ class TritonKernels:
     def draw(self, scores_SV: Tensor, logits_SV: Tensor, rows: DrawRows) -> Drawn:
         return sampling.draw(scores_SV.contiguous(), logits_SV.contiguous(), rows, self._launch)
 
-    def queue_draw(self, scores_SV: Tensor, logits_SV: Tensor, rows: DrawRows) -> tuple[Tensor, Callable[[], Drawn]]:
-        return sampling.queue(scores_SV.contiguous(), logits_SV.contiguous(), rows, self._launch)
+    def queue_draw(
+        self, logits_SV: Tensor, rows: DrawRows, changes: ScoreChanges
+    ) -> tuple[Tensor, Callable[[], Drawn]]:
+        logits_SV = logits_SV.contiguous()
+        return sampling.queue(penalties.changed(logits_SV, changes, self._launch), logits_SV, rows, self._launch)
 
     def serve(self, model: ServedModel, kv_pool: Tensor, memory: object) -> None:
         return None

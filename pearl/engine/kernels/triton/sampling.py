@@ -1,9 +1,10 @@
 """From logits to a token and its log-prob, one program per row and without a sort.
 
-Owns the kernels and their meaning, which is `engine/sampler.py`'s: penalties, temperature, top_k (ties at the cut all kept),
-top_p, min_p, then the inverse of the cumulative distribution over the kept tokens in id order, at a given uniform. What the
-three filters keep is always "every token above a cut, and of those at the cut the lowest ids", so it is enough to find the
-cut: by bisection between values that occur in the row, each round one pass over it. Sums that decide are in fp64.
+Owns the kernels and their meaning, which is `engine/sampler.py`'s after penalties and masks: temperature, top_k (ties at the
+cut all kept), top_p, min_p, then the inverse of the cumulative distribution over the kept tokens in id order, at a given
+uniform. What the three filters keep is always "every token above a cut, and of those at the cut the lowest ids", so it is
+enough to find the cut: by bisection between values that occur in the row, each round one pass over it. Sums that decide are
+in fp64.
 Shapes: S rows, V vocabulary.
 """
 
@@ -19,13 +20,16 @@ from torch import Tensor
 
 from pearl.engine.kernels.interface import Drawn, DrawRows
 from pearl.engine.kernels.triton.launch import Launcher, run, tile_of
+from pearl.engine.kernels.upload import on_device
 
 TILE = 4096
 COLUMNS = 6
 """Of the table of what rows ask for: temperature, top_k, top_p, min_p, uniform, raw."""
 BOUNDS = 4
 """Of what is told of a row's distribution: greatest score, cut, last id kept at the cut, log of the sum of exp."""
-LARGEST_LOGIT = 3e38
+NOT_FINITE, GOOD, NOTHING_LEFT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+ERRORS = ("not_finite", "", "nothing_left")
+"""By state of a row."""
 SMALLEST_TEMPERATURE = 1e-30
 
 
@@ -170,7 +174,7 @@ def _first_of(scores, wanted, VOCAB: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def sample_kernel(
-    scores, logits, table, ids, logprobs, finite, bounds,
+    scores, logits, table, ids, logprobs, state, bounds,
     VOCAB: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, BOUNDS: tl.constexpr, SMALLEST: tl.constexpr,
 ):  # fmt: skip
     """One row. `scores` are the logits after penalties and masks, `logits` those of the model (for `raw`)."""
@@ -194,8 +198,9 @@ def sample_kernel(
         index = start + tl.arange(0, TILE)
         spoilt += tl.load(logits + index, mask=index < VOCAB, other=0.0) * 0.0
     top = _greatest(scores, VOCAB, TILE)
-    good = (tl.sum(spoilt, 0) == 0.0) & (top > float("-inf"))
-    tl.store(finite + row, good.to(tl.int8))
+    whole = tl.sum(spoilt, 0) == 0.0
+    good = whole & (top > float("-inf"))
+    tl.store(state + row, tl.where(good, GOOD, tl.where(whole, NOTHING_LEFT, NOT_FINITE)).to(tl.int8))
     tl.store(ids + row, 0)
     tl.store(logprobs + row, float("nan"))
     if good:
@@ -233,27 +238,6 @@ def sample_kernel(
         tl.store(bounds + row * BOUNDS + 3, log_total)
 
 
-@triton.jit(do_not_specialize=["entries"])
-def penalise_kernel(
-    scores, rows, ids, counts, penalties, entries, VOCAB: tl.constexpr, TILE: tl.constexpr, LARGEST: tl.constexpr
-):
-    """TILE entries (row, id that occurs in prompt or output, how often in the output), each row's ids different.
-
-    `penalties` [S, 3] fp32: repetition, presence, frequency. Changes `scores` in place.
-    """
-    entry = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    there = entry < entries
-    row = tl.load(rows + entry, mask=there, other=0).to(tl.int64)
-    place = row * VOCAB + tl.load(ids + entry, mask=there, other=0)
-    count = tl.load(counts + entry, mask=there, other=0).to(tl.float32)
-    repetition = tl.load(penalties + row * 3, mask=there, other=1.0)
-    score = tl.load(scores + place, mask=there, other=0.0)
-    score = tl.where(score < 0.0, score * repetition, score / repetition)
-    score -= count * tl.load(penalties + row * 3 + 2, mask=there, other=0.0)
-    score -= tl.where(count > 0.0, tl.load(penalties + row * 3 + 1, mask=there, other=0.0), 0.0)
-    tl.store(scores + place, tl.minimum(tl.maximum(score, -LARGEST), LARGEST), mask=there)
-
-
 def draw(scores_SV: Tensor, logits_SV: Tensor, rows: DrawRows, launch: Launcher = run) -> Drawn:
     """As `interface.Draw` says; the scores are contiguous."""
     return queue(scores_SV, logits_SV, rows, launch)[1]()
@@ -263,9 +247,9 @@ def queue(
     scores_SV: Tensor, logits_SV: Tensor, rows: DrawRows, launch: Launcher = run
 ) -> tuple[Tensor, Callable[[], Drawn]]:
     """The draw as `interface.QueuesDraws` says: one copy to the device, and those back are queued behind it."""
-    ids_S, logprobs_S, good_S, bounds_S4 = sample(scores_SV, logits_SV, asked_table(rows, scores_SV.device), launch)
+    ids_S, logprobs_S, states_S, bounds_S4 = sample(scores_SV, logits_SV, asked_table(rows, scores_SV.device), launch)
     # Page-locked on the host: a copy that does not wait. Only what comes before the event is waited for.
-    copies = [part.to("cpu", non_blocking=True) for part in (ids_S, logprobs_S, good_S)]
+    copies = [part.to("cpu", non_blocking=True) for part in (ids_S, logprobs_S, states_S)]
     through = torch.cuda.current_stream(ids_S.device).record_event() if ids_S.is_cuda else None
 
     def collect() -> Drawn:
@@ -280,21 +264,21 @@ def _collected(
     copies: list[Tensor], scores_SV: Tensor, logits_SV: Tensor, bounds_S4: Tensor, rows: DrawRows
 ) -> Drawn:
     """What is told of each row; the likeliest ids, where they are asked for, wait for all that is queued."""
-    ids_S, logprobs_S, good_S = copies
+    ids_S, logprobs_S, states_S = copies
     bests: list[list[tuple[int, float]]] = [[] for _ in rows.bests]
     for row, count in enumerate(rows.bests):
         if count:
             source_V = (logits_SV if rows.raws[row] else scores_SV)[row]
             temperature = 1.0 if rows.raws[row] else rows.temperatures[row] or 1.0
             bests[row] = _best(source_V, temperature, bounds_S4[row], count)
-    errors = ["" if good else "not_finite" for good in good_S.tolist()]
+    errors = [ERRORS[state] for state in states_S.tolist()]
     return Drawn(ids_S.tolist(), logprobs_S.tolist(), errors, bests)
 
 
 def asked_table(rows: DrawRows, device: torch.device) -> Tensor:
     """What the rows ask for, fp64 [S, COLUMNS] on the device."""
     columns = [rows.temperatures, rows.top_ks, rows.top_ps, rows.min_ps, rows.uniforms, rows.raws]
-    return torch.tensor(columns, dtype=torch.float64).T.contiguous().to(device, non_blocking=True)
+    return on_device(np.ascontiguousarray(np.array(columns, dtype=np.float64).T), device)
 
 
 def _best(scores_V: Tensor, temperature: float, bounds_4: Tensor, count: int) -> list[tuple[int, float]]:
@@ -308,53 +292,17 @@ def _best(scores_V: Tensor, temperature: float, bounds_4: Tensor, count: int) ->
     return [(token_id, logprob) for token_id, logprob in pairs if logprob > -torch.inf]
 
 
-def occurrences(prompts: list[list[int]], outputs: list[list[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(row, id, times in the output) of every id that occurs in a row's prompt or output, once each; int32."""
-    rows, ids, counts = [], [], []
-    for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        found, index = np.unique(np.array(prompt + output, dtype=np.int32), return_inverse=True)
-        ids.append(found)
-        rows.append(np.full(len(found), row, dtype=np.int32))
-        counts.append(np.bincount(index[len(prompt) :], minlength=len(found)).astype(np.int32))
-    return tuple(np.concatenate(part) for part in (rows, ids, counts))  # type: ignore[return-value]
-
-
-def penalise(
-    scores_SV: Tensor, rows_E: Tensor, ids_E: Tensor, counts_E: Tensor, penalties_S3: Tensor, launch: Launcher = run
-) -> None:
-    """Repetition (Keskar et al. 2019), presence and frequency penalties, in place.
-
-    Entry e: id `ids_E[e]` occurs in row `rows_E[e]`'s prompt or output, `counts_E[e]` times in the output; no pair twice.
-    int32 all three; `penalties_S3` fp32: repetition, presence, frequency.
-    """
-    entries = len(rows_E)
-    launch(
-        penalise_kernel,
-        (triton.cdiv(entries, 256),),
-        scores=scores_SV,
-        rows=rows_E,
-        ids=ids_E,
-        counts=counts_E,
-        penalties=penalties_S3,
-        entries=entries,
-        VOCAB=scores_SV.shape[1],
-        TILE=256,
-        LARGEST=LARGEST_LOGIT,
-        num_warps=2,
-    )
-
-
 def sample(
     scores_SV: Tensor, logits_SV: Tensor, table: Tensor, launch: Launcher = run
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draws one token per row of `scores_SV` (fp32, contiguous, not changed), without waiting for the device.
 
-    Returns ids (int64), their log-probs (fp32), whether the row is good (int8; bad if its `logits_SV` are not finite or its
-    scores are all masked: the rest is void then), and the bounds of its distribution (fp32 [S, BOUNDS]).
+    Returns ids (int64), their log-probs (fp32), states (int8: GOOD, or NOT_FINITE if the row's `logits_SV` are not,
+    NOTHING_LEFT if its scores are all masked; the rest is void then), and the bounds of its distribution (fp32 [S, BOUNDS]).
     """
     count, vocab = scores_SV.shape
     ids_S = scores_SV.new_empty(count, dtype=torch.int64)
-    logprobs_S, good_S = scores_SV.new_empty(count), scores_SV.new_empty(count, dtype=torch.int8)
+    logprobs_S, states_S = scores_SV.new_empty(count), scores_SV.new_empty(count, dtype=torch.int8)
     bounds_S4 = scores_SV.new_empty(count, BOUNDS)
     launch(
         sample_kernel,
@@ -364,7 +312,7 @@ def sample(
         table=table,
         ids=ids_S,
         logprobs=logprobs_S,
-        finite=good_S,
+        state=states_S,
         bounds=bounds_S4,
         VOCAB=vocab,
         TILE=min(TILE, tile_of(vocab)),
@@ -373,4 +321,4 @@ def sample(
         SMALLEST=SMALLEST_TEMPERATURE,
         num_warps=16,
     )
-    return ids_S, logprobs_S, good_S, bounds_S4
+    return ids_S, logprobs_S, states_S, bounds_S4
