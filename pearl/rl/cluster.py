@@ -205,7 +205,7 @@ class Cluster:
         self._driver.notice(f"worker {member.name} is gone: {reason}")
 
     def _admit(self, peer: str, join: Join, now: float) -> None:
-        member = self.externals.admit(peer, join)
+        member = self.externals.admit(peer, join, now)
         answer = Joined(
             rank=member.number,
             config=configuration.to_json(self._config),

@@ -296,6 +296,7 @@ class Controller:
                     self._done[message.number][message.rank] = message
             case Hello():
                 self._hellos[message.rank] = message
+                self._heartbeat.advance(self.clock.now())  # time before it came does not count against it
                 self._heartbeat.add(message.rank)
             case Ready():
                 self._ready[message.rank] = message

@@ -88,13 +88,14 @@ class Externals:
         self.dropped["unreadable"], self.server.rejected = self.dropped["unreadable"] + self.server.rejected, 0
         return events
 
-    def admit(self, peer: str, join: Join) -> Member:
+    def admit(self, peer: str, join: Join, now: float) -> Member:
         """Gives the worker a number, for good; from now on it is watched."""
         number, self._next = self._next, self._next + 1
         hello = Hello(rank=number, pid=join.pid, host=join.host, roles=["serve"])
         gpus = list(join.gpus) or [name_of(number)]
         member = Member(number=number, peer=peer, external=True, hello=hello, gpus=gpus)
         self.members[number], self._numbers[peer] = member, number
+        self._heartbeat.advance(now)  # time before it came does not count against it
         self._heartbeat.add(number)
         return member
 
