@@ -60,8 +60,8 @@ from pearl.sched.settings import SchedulerSettings
 MOVE_AGE_S = 1.0
 """A request that was asked for less than this ago is not worth a move: most end sooner than it would take."""
 
-NOT_THERE = 0.2
-"""Smallest time between two tries to tell progress."""
+PROGRESS_EVERY_S = 0.2
+"""How often at most the scheduler hears how far the batch is."""
 
 
 class ClusterDriver(Protocol):
@@ -165,7 +165,7 @@ class Cluster:
                 self._reported(name, event, now)
             case Done() if self.service is not None:
                 if self._fetches.pop(event.number, None) is None:
-                    self.service.answered(event.number, error=event.error, seconds=event.seconds, now=now)
+                    self.service.answered(event.number, error=event.error, now=now)
                 if event.error:
                     print(f"{name}: {event.error}", flush=True)
 
@@ -253,11 +253,12 @@ class Cluster:
                 self.feed(TrainingBegins(step=self._session, deadline=now + self._config.sched.change_timeout_s), now)
         return self._session
 
-    def training_finished(self, seconds: float, now: float) -> None:
-        """The trainers' ranks idle until the next `training_begins`."""
+    def training_finished(self, seconds: float, unfinished: int, now: float) -> None:
+        """The trainers' ranks idle until the next `training_begins`; so many trajectories of that batch are unfinished."""
         if self._holding:
             self._holding = False
             if not self._driver.layout.takes_turns:
+                self._tell_progress(unfinished, now)
                 self.feed(TrainingFinished(step=self._session, seconds=seconds), now)
 
     def published(self, version: int, now: float) -> None:
@@ -273,9 +274,12 @@ class Cluster:
     def progress(self, unfinished: int, now: float) -> None:
         """So many trajectories of the batch being collected are unfinished."""
         before, told = self._progress
-        if unfinished != before and now - told >= NOT_THERE:
-            self._progress = unfinished, now
-            self.feed(BatchProgress(unfinished=unfinished), now)
+        if unfinished != before and now - told >= PROGRESS_EVERY_S:
+            self._tell_progress(unfinished, now)
+
+    def _tell_progress(self, unfinished: int, now: float) -> None:
+        self._progress = unfinished, now
+        self.feed(BatchProgress(unfinished=unfinished), now)
 
     def measured(self, telemetry: StepTelemetry, makespan_s: float | None, now: float) -> None:
         """What a finished step was like."""

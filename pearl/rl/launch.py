@@ -188,7 +188,8 @@ class Launch:
         self.control = ControlThread(store.get("controller").decode(), self.rank, timeouts, self._show, self.controller)
         self.control.start()
         self.control.send(Hello(rank=self.rank, pid=os.getpid(), host=socket.gethostname(), roles=layout.roles(self.rank)))
-        groups = world.make_groups(layout, self.rank, timeouts.command_s, store)
+        lend = self.config.borrow.workers not in ("none", "0")
+        groups = world.make_groups(layout, self.rank, timeouts.command_s, store, lend=lend)
         parts = world.build_parts(self.config, layout, self.rank, groups, self._model_folder(), store)
         length = parts.engine.max_model_len if parts.engine is not None else 0
         pulls = f"{parts.pulls.host}:{parts.pulls.port}" if parts.pulls is not None else ""
@@ -196,7 +197,8 @@ class Launch:
             self._log(f"weights can be pulled from {pulls}")
         stats = parts.engine.stats() if parts.engine is not None else None
         tokens = stats.total_blocks * self.config.engine.block_size if stats is not None else 0
-        self.control.send(Ready(rank=self.rank, max_model_len=length, pulls=pulls, kv_tokens=tokens))
+        lends = self.rank in groups.lenders
+        self.control.send(Ready(rank=self.rank, max_model_len=length, pulls=pulls, kv_tokens=tokens, lends=lends))
         return RankLoop(
             rank=self.rank,
             control=self.control,
@@ -204,6 +206,7 @@ class Launch:
             trainer=parts.trainer,
             publisher=parts.publisher,
             publish_timeout_s=timeouts.command_s,
+            fetcher=parts.fetcher,
             block_size=self.config.engine.block_size,
         )
 

@@ -69,18 +69,8 @@ class SnapshotTaker(RankPublisher):
         if self._reader.newest < self.version:
             _check_patience(self._began, self.timeout_s, f"version {self.version}", "it to be in the snapshot")
             return None
-        with self._reader.lease(self.version) as lease:
-            if self._checks:
-                lease.check()
-            try:
-                for message in lease.messages:
-                    self._engine.stage_weights(message.rows, self.version, adopt=True)
-                start = time.perf_counter()
-                self._engine.commit_weights(self.version, mode="keep")
-            except BaseException:
-                self._engine.discard_weights()
-                raise
-        return self._metrics(self._reader.plan.slot_bytes, time.perf_counter() - start)
+        commit_s = take_version(self._engine, self._reader, self.version, check=self._checks)
+        return self._metrics(self._reader.plan.slot_bytes, commit_s)
 
 
 class NodeReceiver(SnapshotTaker):
@@ -171,6 +161,50 @@ class _DraftSender(WeightSender):
         if index + 1 == len(self._messages) and self.draft is not None:
             self.draft.finish()
             self._written = True
+
+
+class SnapshotFetcher:
+    """The way to the newest version for a rank of the snapshot's machine that has no part in publishing
+    (`pearl.rl.waking.Fetcher`). Who else has it does not matter."""
+
+    def __init__(self, engine: StagingTarget, reader: SnapshotReader, *, timeout_s: float = 30.0) -> None:
+        """`timeout_s`: the longest wait for a version that is not in the snapshot yet."""
+        self._engine, self._reader, self._timeout_s = engine, reader, timeout_s
+        self._version, self._began = -1, 0.0
+
+    def begin(self, version: int, pulls: list[str]) -> None:
+        self._version, self._began = version, time.perf_counter()
+
+    def poll(self) -> Metrics | None:
+        newest = self._reader.newest
+        if newest < self._version:
+            _check_patience(self._began, self._timeout_s, f"version {self._version}", "it to be in the snapshot")
+            return None
+        commit_s = take_version(self._engine, self._reader, newest)
+        seconds = time.perf_counter() - self._began
+        return {"fetch_s": seconds, "bytes": float(self._reader.plan.slot_bytes), "commit_s": commit_s}
+
+    def cancel(self) -> None:
+        """A version is taken within one poll: nothing is ever under way."""
+
+
+def take_version(engine: StagingTarget, reader: SnapshotReader, version: int, *, check: bool = True) -> float:
+    """Copies a version from a snapshot into an engine; the seconds for which running requests were held up.
+
+    Raises, the engine as it was, for a version that is not there (any more) or is not sound.
+    """
+    with reader.lease(version) as lease:
+        if check:
+            lease.check()
+        try:
+            for message in lease.messages:
+                engine.stage_weights(message.rows, version, adopt=True)
+            start = time.perf_counter()
+            engine.commit_weights(version, mode="keep")
+        except BaseException:
+            engine.discard_weights()
+            raise
+        return time.perf_counter() - start
 
 
 def _draft_of(snapshot: Snapshot, publisher: NodeReceiver | NodeSender) -> Draft | None:

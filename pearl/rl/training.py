@@ -128,7 +128,8 @@ class TrainingRun:
             self._driver.report(row)
             if config.save_steps and (step % config.save_steps == 0 or step == config.max_steps):
                 self._save()
-            self._release(trained.seconds)
+            if step < config.max_steps:
+                self._release(trained.seconds)
             self._record_step = step + 1  # not before: what a checkpoint of this step holds must survive a rewind to it
         self._train_command(lambda number: Export(number=number, path=str(self._driver.run / "policy")))
         return self._summary()
@@ -149,7 +150,11 @@ class TrainingRun:
 
     def _release(self, seconds: float) -> None:
         """The trainers' ranks idle from now on; the last work took `seconds`."""
-        self._driver.cluster.training_finished(seconds, self._driver.clock.now())
+        self._driver.cluster.training_finished(seconds, self._unfinished(), self._driver.clock.now())
+
+    def _unfinished(self) -> int:
+        """Trajectories that the next batch still needs."""
+        return max(0, self.config.rollout_batch_size - self.buffer.ready * self.config.group_size)
 
     def _publish(self, version: int) -> dict[int, Done]:
         """RuntimeError if the ranks were asked to compare their weights (`check_weights`), and an engine's differ."""
@@ -290,8 +295,7 @@ class TrainingRun:
         )
         for _ in range(room):
             self._start_group()
-        unfinished = self.config.rollout_batch_size - self.buffer.ready * self.config.group_size
-        self._driver.cluster.progress(max(0, unfinished), self._driver.clock.now())
+        self._driver.cluster.progress(self._unfinished(), self._driver.clock.now())
 
     def queues(self) -> dict[str, int]:
         """Where the trajectories are, for people."""

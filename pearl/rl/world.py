@@ -26,10 +26,11 @@ from pearl.engine.weights.holding import SnapshotHolding
 from pearl.engine.weights.pull_server import PullServer
 from pearl.engine.weights.snapshot import Snapshot, SnapshotPlan, SnapshotReader
 from pearl.rl.layout import JobLayout
-from pearl.rl.node_publisher import NodeReceiver, NodeSender, SnapshotTaker, SnapshotWriter, snapshot_owners
+from pearl.rl.node_publisher import NodeReceiver, NodeSender, SnapshotFetcher, SnapshotTaker, SnapshotWriter, snapshot_owners
 from pearl.rl.publisher import GatheringPublisher, LocalPublisher, RankPublisher
 from pearl.rl.rank import Publisher
 from pearl.rl.trainer import Trainer
+from pearl.rl.waking import Fetcher
 from pearl.rl.weight_check import CheckedPublisher
 
 
@@ -42,6 +43,8 @@ class Groups:
     """Rank 0 and the owners of other machines' snapshots."""
     owners: dict[int, int]
     """For each rank that gives or takes weights the one that owns the snapshot of its machine."""
+    lenders: dict[int, int] = dataclasses.field(default_factory=dict)
+    """For each training rank that can lend its device the one that owns the snapshot of its machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,8 @@ class Parts:
     trainer: Trainer | None
     engine: Engine | None
     publisher: Publisher
+    fetcher: Fetcher | None
+    """How an engine that sleeps on a training rank gets the newest version."""
     pulls: PullServer | None
     """Where others can have the versions of this machine's snapshot, on the rank that owns it."""
 
@@ -96,18 +101,22 @@ def _meet(store: dist.Store, rank: int, world: int, timeout_s: float, missing: C
     missing([])
 
 
-def make_groups(layout: JobLayout, rank: int, timeout_s: float, store: dist.Store) -> Groups:
-    """The sub-groups of WORLD; every rank calls this once."""
+def make_groups(layout: JobLayout, rank: int, timeout_s: float, store: dist.Store, *, lend: bool = False) -> Groups:
+    """The sub-groups of WORLD; every rank calls this once. `lend`: training ranks have an engine too, which sleeps."""
     timeout = datetime.timedelta(seconds=timeout_s)
     store.set(f"node/{rank}", node())
-    owners = snapshot_owners(layout, [store.get(f"node/{other}").decode() for other in range(layout.world)])
+    nodes = [store.get(f"node/{other}").decode() for other in range(layout.world)]
+    owners = snapshot_owners(layout, nodes)
+    of_node = {nodes[owner]: owner for owner in owners.values()}
+    lending = layout.training if lend and not layout.takes_turns else ()
+    lenders = {other: of_node[nodes[other]] for other in lending if nodes[other] in of_node}
 
     def made(members: list[int]) -> Communicator | None:
         group = dist.new_group(members, timeout=timeout) if len(members) > 1 else None
         return GroupCommunicator(group) if group is not None and rank in members else None
 
     training = made(list(layout.training))
-    return Groups(training=training, publish=made(sorted({0, *owners.values()})), owners=owners)
+    return Groups(training=training, publish=made(sorted({0, *owners.values()})), owners=owners, lenders=lenders)
 
 
 def build_parts(
@@ -118,11 +127,14 @@ def build_parts(
     if rank == 0:
         store.set("policy", str(folder))
     store.wait(["policy"], datetime.timedelta(seconds=config.timeouts.start_s))
-    engine = None
-    if rank in layout.serving:
+    engine, lent = None, None
+    if rank in layout.serving or rank in groups.lenders:
         engine_config = dataclasses.replace(config.engine, model=str(folder), seed=config.seed)
         engine = Engine(engine_config, load_weights=False, text=False)
-    snapshot = _snapshot(config, layout, rank, groups.owners, store, trainer, engine)
+    if engine is not None and rank in groups.lenders:
+        engine.sleep("drop")
+        engine, lent = None, engine
+    snapshot = _snapshot(config, layout, rank, groups.owners | groups.lenders, store, trainer, engine)
     publisher = _publisher(layout, trainer, engine, groups.publish, snapshot, config.timeouts.command_s)
     if config.check_weights:
         publisher = CheckedPublisher(publisher, trainer, engine, getattr(torch, config.engine.dtype))
@@ -130,7 +142,11 @@ def build_parts(
     if isinstance(snapshot, Snapshot):
         # One version at a time: whatever becomes of those who pull, the next one has a slot to be written to.
         pulls = PullServer(SnapshotHolding(snapshot.reader(), versions=1), host=own_address() if groups.publish else LOCAL)
-    return Parts(trainer=trainer, engine=engine, publisher=publisher, pulls=pulls)
+    fetcher = None
+    if lent is not None and snapshot is not None:
+        reader = snapshot.reader() if isinstance(snapshot, Snapshot) else snapshot
+        fetcher = SnapshotFetcher(lent, reader, timeout_s=config.timeouts.command_s)
+    return Parts(trainer=trainer, engine=engine or lent, publisher=publisher, fetcher=fetcher, pulls=pulls)
 
 
 def own_address() -> str:
@@ -175,7 +191,7 @@ def _publisher(
     if layout.takes_turns and trainer is not None and engine is not None:
         return LocalPublisher(trainer, engine)
     if trainer is not None:
-        if not isinstance(snapshot, Snapshot):
+        if not isinstance(snapshot, Snapshot):  # not this rank's, if it has a view of one
             return GatheringPublisher(trainer)
         if comm is not None:
             return NodeSender(trainer, comm, snapshot, timeout_s=timeout_s)

@@ -121,7 +121,7 @@ class ClusterScheduler:
     def situation(self, now: float) -> Situation:
         """What a proposal is made for. Workers that failed an order lately, or are to go, are left out."""
         usable = [worker for worker in self.state.workers.values() if self._usable(worker, now)]
-        lend = self.state.training == "idle" and not self._recalled
+        lend = self.state.training == "idle" and not self._recalled and self._unfinished > 0
         lend = lend and self._due - now > self._lead_s() + self.profile.change_s("borrow", 1)
         preparing = any(decision.kind == "expand" for decision in self.log.open.values())
         return Situation(

@@ -67,7 +67,8 @@ class ClusterService:
         self.counts: Counter[str] = Counter()
         self.seconds = 0.0
         self._port, self._write, self._began = port, write, began
-        self._open: dict[int, tuple[str, int]] = {}
+        self._open: dict[int, tuple[str, int, float]] = {}
+        """Number of an order -> (worker, its epoch, when it was sent)."""
         self._events: deque[ClusterEvent] = deque()
         self._busy = False
         self._ticked = began
@@ -81,7 +82,7 @@ class ClusterService:
         try:
             while self._events:
                 for command in self.scheduler.on_event(self._events.popleft(), now):
-                    self._carry_out(command)
+                    self._carry_out(command, now)
         finally:
             self._busy = False
         for decision in self.scheduler.log.take():
@@ -94,13 +95,16 @@ class ClusterService:
             self._ticked = now
             self.feed(Tick(), now)
 
-    def answered(self, number: int, *, error: str, seconds: float, now: float) -> None:
-        """A member answered the order of this number; answers to what is not open are counted and forgotten."""
-        worker, epoch = self._open.pop(number, ("", -1))
+    def answered(self, number: int, *, error: str, now: float) -> None:
+        """A member answered the order of this number; answers to what is not open are counted and forgotten.
+
+        What the order took is the time from when it was sent: nobody has any use of the worker before the answer is here.
+        """
+        worker, epoch, sent = self._open.pop(number, ("", -1, now))
         if not worker:
             self.counts["stale_answers"] += 1
             return
-        self.feed(OrderDone(worker=worker, epoch=epoch, ok=not error, seconds=seconds, error=error), now)
+        self.feed(OrderDone(worker=worker, epoch=epoch, ok=not error, seconds=now - sent, error=error), now)
 
     def gone(self, worker: str, reason: str, now: float) -> None:
         """A member is no longer there."""
@@ -109,15 +113,15 @@ class ClusterService:
 
     # ------------------------------------------------------------------------------------------------ carrying out
 
-    def _carry_out(self, command: ClusterCommand) -> None:
+    def _carry_out(self, command: ClusterCommand, now: float) -> None:
         match command:
             case SetRole() | Borrow() | GiveBack() | Leave() | Prepare():
-                self._order(command.worker, command.epoch, self._worded(command))
+                self._order(command.worker, command.epoch, self._worded(command), now)
             case Admit():
                 pulls = self._port.pulls()
                 for member in command.members:
                     wake = _wake(member.role, member.epoch, command.weight_version, pulls)
-                    self._order(member.worker, member.epoch, wake)
+                    self._order(member.worker, member.epoch, wake, now)
             case Requeue():
                 self._port.requeue(command.sessions)
             case MoveSession():
@@ -142,9 +146,9 @@ class ClusterService:
             case Prepare():
                 return lambda number: protocol.Prepare(number=number, epoch=epoch)
 
-    def _order(self, worker: str, epoch: int, make: Callable[[int], MemberOrder]) -> None:
+    def _order(self, worker: str, epoch: int, make: Callable[[int], MemberOrder], now: float) -> None:
         self._forget(worker)
-        self._open[self._port.order(worker, make)] = (worker, epoch)
+        self._open[self._port.order(worker, make)] = (worker, epoch, now)
 
     def _forget(self, worker: str) -> None:
         """What it still owes an answer to is of an epoch that is over."""

@@ -94,7 +94,7 @@ class Claims:
         self.held = True
         return self.may_train
 
-    def training_finished(self, seconds: float, now: float) -> None:
+    def training_finished(self, seconds: float, unfinished: int, now: float) -> None:
         self.held = False
 
     def published(self, version: int, now: float) -> None:
