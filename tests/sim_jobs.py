@@ -10,11 +10,11 @@ from typing import Any
 
 from sched_cases import COSTS, LOAD
 
-from pearl.sched.cost_profile import CostProfile
+from pearl.sched.cost_profile import ChangeCost, CostProfile
 from pearl.sched.sim.plans import Availability, EngineSizes, Hardware, SimSettings, TrajectoryPlan, TurnPlan
 from pearl.sched.sim.simulator import Simulation
 
-SMALL: CostProfile = replace(COSTS, kv_capacity_tokens=4000)
+SMALL: CostProfile = replace(COSTS, kv_capacity_tokens=4000, prepare=ChangeCost(fixed_s=2.0), finalise=ChangeCost(fixed_s=0.5))
 """A pool of few blocks: sequences give way now and then, and books are checked quickly."""
 
 

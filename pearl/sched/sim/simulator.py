@@ -7,7 +7,7 @@ equal results, and `check` holds after every event.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -94,7 +94,9 @@ class Simulation:
         now = self.agenda.now
         self.recorder.close_interval(now, self.rollout.in_flight, self._kv_use())
         self.transitions += [decision.row() for decision in self.scheduler.log.take()]
-        counts = self.recorder.counts + self.dispatcher.counts + self.rollout.counts + self.fleet.counts
+        counts: Counter[str] = Counter()
+        for part in (self.recorder, self.dispatcher, self.rollout, self.fleet):
+            counts.update(part.counts)
         counts["router_moved"] = self.router.moved
         counts["dropped_trajectories"] = self.rollout.counts["stale"] + self.rollout.counts["failed"]
         counts["tokens_lost"] = books.tokens_lost(self.recorder, self.rollout)

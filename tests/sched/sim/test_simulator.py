@@ -16,7 +16,9 @@ from pearl.sched.sim.simulator import Simulation
 
 
 def scheduler(**pd: Any) -> SchedulerSettings:
-    return SchedulerSettings(pd=PdSettings(**pd), borrow=BorrowSettings(workers="all"), expand=ExpandSettings(external="always"))
+    return SchedulerSettings(
+        pd=PdSettings(**pd), borrow=BorrowSettings(workers="all"), expand=ExpandSettings(external="always")
+    )
 
 
 SPLIT = scheduler(mode="split", ratio="1:1")
@@ -38,7 +40,7 @@ def test_a_job_trains_what_it_starts_and_loses_nothing(mode: str, semantics: str
     assert sum(step.generated for step in result.steps) == result.counts["generated"]
     assert all(step.began_s < step.collected_s < step.trained_s < step.ended_s for step in result.steps)
     assert result.throughput > 0
-    assert (result.counts.get("transfers", 0) > 0) == (mode in ("split", "hybrid"))
+    assert mode != "split" or result.counts["transfers"] > 0
 
 
 def test_equal_inputs_give_equal_results() -> None:
@@ -94,7 +96,7 @@ def test_borrowed_gpus_are_back_before_training() -> None:
     result = run(scheduler=scheduler(mode="mixed"), costs=replace(sim_cases.SMALL, kv_capacity_tokens=2000))
     kinds = [row["kind"] for row in result.transitions]
     assert kinds.count("borrow") >= 2 and kinds.count("give_back") >= 2
-    assert result.counts["interrupted"] >= 0 and result.counts["tokens_lost"] == 0
+    assert result.counts["tokens_lost"] == 0
     borrowed = sum(interval.roles.get("borrowed", 0) for interval in result.intervals)
     assert borrowed > 0
 
