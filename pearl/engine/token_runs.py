@@ -57,6 +57,9 @@ class TokenRuns:
     def __getitem__(self, index: slice) -> tuple[int, ...]: ...
     def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
         if isinstance(index, slice):
+            first, last, ends = index.start, index.stop, self._ends
+            if first and last and (ends[-2] if len(ends) > 1 else 0) <= first < last <= ends[-1]:
+                return _same(self._ids[-1], last - first)  # blocks of the last run: nearly all that is asked for
             start, stop, _ = index.indices(len(self))
             return self._part(start, stop)
         position = index + len(self) if index < 0 else index
