@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
-import sim_cases
-from sim_cases import external, plans, run_checked, settings
+import sim_jobs
+from sim_jobs import external, plans, run_checked, settings
 
 from pearl.sched.settings import BorrowSettings, ExpandSettings, PdSettings, SchedulerSettings
 from pearl.sched.sim.plans import Faults
@@ -67,7 +68,7 @@ def test_trajectories_come_in_the_order_of_their_groups() -> None:
 
 def test_with_a_barrier_a_batch_starts_when_the_last_is_complete() -> None:
     steps = run(semantics="barrier", max_staleness=1).steps
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in pairwise(steps):
         assert after.began_s == pytest.approx(before.collected_s)
 
 
@@ -79,7 +80,7 @@ def test_with_slots_the_next_trajectories_do_not_wait() -> None:
 def test_synchronous_steps_do_not_overlap() -> None:
     result = run(max_staleness=0)
     assert all(step.staleness_mean == 0 for step in result.steps)
-    for before, after in zip(result.steps, result.steps[1:], strict=False):
+    for before, after in pairwise(result.steps):
         assert after.began_s >= before.ended_s
 
 
@@ -93,7 +94,7 @@ def test_reclaimed_workers_lose_no_token(notice_s: float) -> None:
 
 
 def test_borrowed_gpus_are_back_before_training() -> None:
-    result = run(scheduler=scheduler(mode="mixed"), costs=replace(sim_cases.SMALL, kv_capacity_tokens=2000))
+    result = run(scheduler=scheduler(mode="mixed"), costs=replace(sim_jobs.SMALL, kv_capacity_tokens=2000))
     kinds = [row["kind"] for row in result.transitions]
     assert kinds.count("borrow") >= 2 and kinds.count("give_back") >= 2
     assert result.counts["tokens_lost"] == 0
@@ -123,7 +124,7 @@ def fault_run(seed: int) -> SimResult:
         transfer=("append", "context")[seed // 2 % 2],
         update_mode=("keep", "recompute")[seed // 4 % 2],
         scheduler=replace(scheduler(mode=modes[seed % 4]), change_timeout_s=4.0, prepare_timeout_s=60.0, consider_s=2.0),
-        costs=replace(sim_cases.SMALL, kv_capacity_tokens=(1500, 4000)[seed // 8 % 2]),
+        costs=replace(sim_jobs.SMALL, kv_capacity_tokens=(1500, 4000)[seed // 8 % 2]),
         faults=faults,
         miss_share=0.1,
         max_steps=4,
