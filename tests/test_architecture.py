@@ -36,6 +36,8 @@ PLANNERS = [
     "pearl/engine/ending.py",
     "pearl/engine/scheduler.py",
     "pearl/engine/core.py",
+    "pearl/engine/steady.py",
+    "pearl/engine/token_runs.py",
     "pearl/engine/moving.py",
     "pearl/engine/travel.py",
     "pearl/engine/migration/planner.py",

@@ -8,7 +8,7 @@ whose content is cached may be in several tables; it is never written again. Blo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pearl.engine import prefix_cache
 from pearl.engine.prefix_cache import Parent, PrefixCache, Root, SessionChains
@@ -94,14 +94,17 @@ class BlockManager:
         parent: Parent = root
         if self.enable_prefix_cache:
             self._recall_session(request, root)
-            for index in range(self._most_cacheable(request) // self.block_size):
-                entry = self.cache.find(self._hash(request, index, root), parent, self._ids(request, index))
+            chain, ids, size, find = self._chain(request, root), request.token_ids, self.block_size, self.cache.find
+            for index in range(self._most_cacheable(request) // size):
+                content = tuple(ids[index * size : (index + 1) * size])
+                if len(chain) == index + 1:
+                    chain.append(prefix_cache.block_hash(chain[index], content))
+                entry = find(chain[index + 1], parent, content)
                 if entry is None:
                     break
                 hits.append(entry.block_id)
                 parent = entry.entry_id
-        for block_id in hits:
-            self._hold(block_id)
+        self._hold_all(hits)
         request.block_table.extend(hits)
         if hits:
             self._registered[request.request_id] = (len(hits), parent)
@@ -135,18 +138,27 @@ class BlockManager:
         if not done or not self.cache.is_live(parent):  # gone: another request's copy of our prefix, so cache our own
             done, parent = 0, root
         full = request.num_written_tokens // self.block_size
+        chain = self._chain(request, root)
+        for index in range(len(chain) - 1, done):  # another's copy was used so far: nobody has asked for these hashes
+            chain.append(prefix_cache.block_hash(chain[index], self._ids(request, index)))
         for index in range(done, full):
-            hash_ = self._hash(request, index, root)
-            parent = self.cache.insert(hash_, parent, self._ids(request, index), request.block_table[index])
+            content = self._ids(request, index)
+            if len(chain) == index + 1:
+                chain.append(prefix_cache.block_hash(chain[index], content))
+            parent = self.cache.insert(chain[index + 1], parent, content, request.block_table[index])
         self._registered[request.request_id] = (max(done, full), parent)
 
     def free(self, request: Request) -> None:
         """Takes all blocks from the request; nothing of it is computed any more. Its last blocks are evicted first."""
+        refs, cache, leased = self._refs, self.cache, self._lease_counts
+        released = []
         for block_id in reversed(request.block_table):
-            self._refs[block_id] -= 1
-            if not self._refs[block_id]:
+            refs[block_id] -= 1
+            if not refs[block_id]:
                 self._num_used -= 1
-                self._give_back(block_id)
+                if block_id not in leased:
+                    (released if block_id in cache else self._free).append(block_id)
+        cache.release_all(released)
         request.block_table.clear()
         request.num_computed_tokens = request.num_written_tokens = 0
         self._registered.pop(request.request_id, None)
@@ -201,9 +213,9 @@ class BlockManager:
         """
         if request.block_table:
             raise RuntimeError(f"request {request.request_id!r} already holds blocks {request.block_table}")
-        for block_id in self._leases[lease_id]:
-            self._hold(block_id)
-            request.block_table.append(block_id)
+        blocks = self._leases[lease_id]
+        self._hold_all(blocks)
+        request.block_table.extend(blocks)
         request.num_computed_tokens = request.num_written_tokens = num_tokens
         self.release_lease(lease_id)
 
@@ -259,11 +271,13 @@ class BlockManager:
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _hold(self, block_id: int) -> None:
-        if not self._refs[block_id]:
-            self._num_used += 1
-            self.cache.hold(block_id)
-        self._refs[block_id] += 1
+    def _hold_all(self, block_ids: Sequence[int]) -> None:
+        refs = self._refs
+        fresh = [block_id for block_id in block_ids if not refs[block_id]]
+        for block_id in block_ids:
+            refs[block_id] += 1
+        self._num_used += len(fresh)
+        self.cache.hold_all(fresh)
 
     def _give_back(self, block_id: int) -> None:
         if block_id in self._lease_counts:
@@ -280,16 +294,12 @@ class BlockManager:
         if request.session_id is not None and not request.block_hashes:
             request.block_hashes = self.sessions.recall(request.session_id, request.token_ids, root)
 
-    def _hash(self, request: Request, index: int, root: Root) -> int:
-        """Chain hash of full block `index`. `request.block_hashes` keeps [root, block 0, block 1, ...] of one root."""
-        chain = request.block_hashes
-        if index == 0 or not chain:
-            start = prefix_cache.root_hash(root)
-            if not chain or chain[0] != start:
-                chain[:] = [start]
-        while len(chain) <= index + 1:
-            chain.append(prefix_cache.block_hash(chain[-1], self._ids(request, len(chain) - 1)))
-        return chain[index + 1]
+    def _chain(self, request: Request, root: Root) -> list[int]:
+        """The request's hashes, [root, block 0, block 1, ...] as far as they are known, of one root: emptied for another."""
+        chain, start = request.block_hashes, prefix_cache.root_hash(root)
+        if not chain or chain[0] != start:
+            chain[:] = [start]
+        return chain
 
     def _most_cacheable(self, request: Request) -> int:
         most = len(request.token_ids) - 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pearl.engine.request import Request
+from pearl.engine.token_runs import TokenRuns
 from pearl.protocol import Role
 
 
@@ -49,7 +50,8 @@ def check_request(request: Request, settings: CoreSettings) -> None:
     name, ids, vocab = f"request {request.request_id!r}", request.token_ids, settings.vocab_size
     if request.num_prompt_tokens < 1 or len(ids) < request.num_prompt_tokens:
         raise ValueError(f"prompt of {name} has {min(len(ids), request.num_prompt_tokens)} tokens: must have at least 1")
-    wrong = min(ids) if min(ids) < 0 else max(ids)
+    least, greatest = ids.bounds() if isinstance(ids, TokenRuns) else (min(ids), max(ids))
+    wrong = least if least < 0 else greatest
     if not 0 <= wrong < vocab:
         raise ValueError(f"prompt of {name} holds token id {wrong}: must be in [0, {vocab})")
     if len(ids) > settings.max_model_len - 1:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 
 Root = tuple[int, str | None]
@@ -28,6 +29,7 @@ def block_hash(parent_hash: int, token_ids: tuple[int, ...]) -> int:
     return int.from_bytes(blake2b(ids.tobytes(), digest_size=8, key=parent_hash.to_bytes(8, "little")).digest(), "little")
 
 
+@lru_cache(maxsize=4096)
 def root_hash(root: Root) -> int:
     """64-bit hash that a chain starts from."""
     weight_version, salt = root
@@ -117,9 +119,19 @@ class PrefixCache:
         self._evictable[block_id] = None
         self._evictable.move_to_end(block_id)
 
+    def release_all(self, block_ids: Iterable[int]) -> None:
+        """The same for several held ones, in this order."""
+        self._evictable.update(dict.fromkeys(block_ids))
+
     def hold(self, block_id: int) -> None:
         """Somebody holds this cached block: it is not evicted."""
         self._evictable.pop(block_id, None)
+
+    def hold_all(self, block_ids: Iterable[int]) -> None:
+        """The same for several."""
+        drop = self._evictable.pop
+        for block_id in block_ids:
+            drop(block_id, None)
 
     def evict(self) -> int:
         """Drops the block released longest ago and returns its id. Raises KeyError if there is none."""

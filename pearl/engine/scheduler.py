@@ -208,7 +208,7 @@ class Scheduler:
     def _admit(self, plan: _Step, catch_up: int, weight_version: int) -> None:
         while self.waiting and catch_up and self.has_seat:
             request = self.waiting[0]
-            if request.num_in_flight or self._still_blocked(request):
+            if request.num_in_flight or self.still_blocked(request):
                 return
             available = self.blocks.num_available
             self.blocks.match_prefix(request, weight_version)
@@ -225,7 +225,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _still_blocked(self, request: Request) -> bool:
+    def still_blocked(self, request: Request) -> bool:
         """Whether nothing has come free since this request found no room: spares a long prompt's hashing at every step."""
         if not self.blocks.num_available:
             return True

@@ -15,10 +15,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """`groups_per_batch` groups make a batch; `max_staleness` counts weight versions."""
+    """`groups_per_batch` groups make a batch; `max_staleness` counts weight versions.
+
+    With `barrier` no group of a batch starts before the batch before it is complete; else as early as staleness allows.
+    """
 
     groups_per_batch: int
     max_staleness: int = 0
+    barrier: bool = False
 
     def __post_init__(self) -> None:
         if self.groups_per_batch < 1 or self.max_staleness < 0:
@@ -26,13 +30,24 @@ class Admission:
                 f"groups_per_batch={self.groups_per_batch}, max_staleness={self.max_staleness}: must be >= 1 and >= 0"
             )
 
-    def may_start(self, *, started: int, trained_batches: int, dropped: int = 0, total_batches: int | None = None) -> int:
+    def may_start(
+        self,
+        *,
+        started: int,
+        trained_batches: int,
+        dropped: int = 0,
+        total_batches: int | None = None,
+        collected_batches: int | None = None,
+    ) -> int:
         """How many more groups may start now.
 
         `started` counts all groups ever started, `dropped` those of them that will never be trained: each is replaced.
-        With `total_batches` no group is started that no batch of the job would take.
+        With `total_batches` no group is started that no batch of the job would take. `collected_batches` (trained ones
+        included; by default no others) are complete, for `barrier`.
         """
         batches = trained_batches + self.max_staleness + 1
+        if self.barrier:
+            batches = min(batches, (trained_batches if collected_batches is None else collected_batches) + 1)
         if total_batches is not None:
             batches = min(batches, total_batches)
         return max(0, batches * self.groups_per_batch - (started - dropped))

@@ -9,7 +9,7 @@ to go on with it; short appends stay with the decode worker that holds the KV. M
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from pearl.protocol import Role
@@ -134,12 +134,13 @@ class Router:
         session = self._sessions.get(session_id)
         return session.target if session is not None and session.live else None
 
-    def taker(self, session_id: str, source: str) -> str | None:
-        """The worker that is to go on with the session's request, which `source` has and offers; None: nobody else can."""
+    def taker(self, session_id: str, source: str, refused: Collection[str] = ()) -> str | None:
+        """The worker that is to go on with the session's request, which `source` has and offers; none of those that `refused`
+        it. None: nobody else can."""
         session = self._sessions.get(session_id)
         if session is None or not session.live or session.worker != source:
             return None
-        names = [name for name, load in self.loads.items() if name != source and self._decodes(load)]
+        names = [name for name, load in self.loads.items() if name != source and name not in refused and self._decodes(load)]
         for planned in (session.moving_to, session.target):
             if planned in names:
                 return planned

@@ -1,0 +1,154 @@
+"""What a simulated run measures: per interval, per RL step, and as telemetry for the scheduler, as a live run would report it.
+
+Owns the sums and turns them into `results` and `StepTelemetry`. It changes nothing of the run. Invariant: every token drawn or
+computed is counted in one interval and one step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+
+from pearl.protocol import Role
+from pearl.sched.profile import DecodeSample, PrefillSample, StepTelemetry
+from pearl.sched.sim.episode import Episode
+from pearl.sched.sim.plans import TrajectoryPlan
+from pearl.sched.sim.pricing import StepPrice
+from pearl.sched.sim.results import IntervalRecord
+from pearl.sched.workload import QUANTILES
+
+PREFIX_BUCKET, NEW_BUCKETS_PER_OCTAVE = 4096, 2
+
+
+class _Samples:
+    """Steps by what they were like; a sample is the mean of its bucket."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[int, int], list[float]] = {}
+
+    def add(self, key: tuple[int, int], first: float, second: float, seconds: float, count: float) -> None:
+        row = self.rows.setdefault(key, [0.0, 0.0, 0.0, 0.0])
+        for index, value in enumerate((first, second, seconds)):
+            row[index] += value * count
+        row[3] += count
+
+    def means(self) -> list[tuple[float, float, float, float]]:
+        rows = (self.rows[key] for key in sorted(self.rows))
+        return [(first / count, second / count, seconds / count, count) for first, second, seconds, count in rows]
+
+
+class Recorder:
+    """Called with what happens; `sample` once per tick, `close_interval` and `telemetry` at their times."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.intervals: list[IntervalRecord] = []
+        self._roles: Counter[str] = Counter()
+        self._samples = 0
+        self.interval_from = 0.0
+        self._interval_counts: Counter[str] = Counter()
+        self._step_counts: Counter[str] = Counter()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._decode, self._prefill = _Samples(), _Samples()
+        self._turns = self._missed = self._local = self._local_tokens = self._appends = 0
+        self._contexts = self._decoding_s = self._flight_s = 0.0
+
+    # ------------------------------------------------------------------------------------------------ what happens
+
+    def stepped(self, cost: StepPrice, steps: int, preempted: int) -> None:
+        """A worker finished an output of so many steps."""
+        self.counts["steps"] += steps
+        self.counts["outputs"] += 1
+        self.counts["preemptions"] += preempted
+        self.counts["computed"] += cost.new
+        self._decoding_s += cost.batch * cost.seconds
+        if cost.batch and not cost.new:
+            self._decode.add((cost.batch, 0), cost.batch, cost.context, cost.seconds / steps, steps)
+        elif cost.new and not cost.batch:
+            key = int(NEW_BUCKETS_PER_OCTAVE * math.log2(cost.new)), int(cost.prefix) // PREFIX_BUCKET
+            self._prefill.add(key, cost.new, cost.prefix, cost.seconds, 1)
+
+    def drawn(self, count: int) -> None:
+        self.counts["generated"] += count
+
+    def placed(self, role: Role, episode: Episode) -> None:
+        """A turn's request goes to a worker of this role."""
+        if not episode.turn or episode.drawn:
+            return
+        self._appends += 1
+        if role is Role.DECODE:
+            self._local += 1
+            self._local_tokens += episode.current.appended
+
+    def request_over(self, cached: int, preempted: int, episode: Episode) -> None:
+        """A turn's tokens are complete; `cached` tokens of its prompt were found."""
+        self.counts["turns"] += 1
+        self._turns += 1
+        self._contexts += len(episode.ids)
+        self._missed += bool(episode.turn) and cached < episode.known / 2 and not preempted
+
+    def sample(self, roles: dict[str, float], in_flight: int, seconds: float) -> None:
+        """How it looks now; counts for `seconds`."""
+        self._roles.update(roles)
+        self._samples += 1
+        self._flight_s += in_flight * seconds
+
+    # ------------------------------------------------------------------------------------------------ what it was like
+
+    def close_interval(self, now: float, in_flight: int, kv_use: float) -> None:
+        """Enters the interval since the last one."""
+        if now <= self.interval_from:
+            return
+        generated, computed = self._since(self._interval_counts)
+        record = IntervalRecord(
+            at_s=self.interval_from,
+            seconds=now - self.interval_from,
+            generated=generated,
+            computed=computed,
+            roles={name: count / max(1, self._samples) for name, count in sorted(self._roles.items())},
+            in_flight=in_flight,
+            kv_use=kv_use,
+        )
+        self.intervals.append(record)
+        self._roles.clear()
+        self._samples, self.interval_from = 0, now
+
+    def step_tokens(self) -> tuple[int, int]:
+        """(generated, computed) since the last call."""
+        return self._since(self._step_counts)
+
+    def _since(self, before: Counter[str]) -> tuple[int, int]:
+        found = tuple(self.counts[name] - before[name] for name in ("generated", "computed"))
+        before["generated"], before["computed"] = self.counts["generated"], self.counts["computed"]
+        return found  # type: ignore[return-value]
+
+    def telemetry(self, plans: list[TrajectoryPlan], overhead_s: float) -> StepTelemetry:
+        """Of the step whose batch these trajectories are; begins a new one."""
+        turns = np.array([len(plan.turns) for plan in plans], dtype=np.float64)
+        later = [turn for plan in plans for turn in plan.turns[1:]]
+        every = [turn for plan in plans for turn in plan.turns]
+        seen, appends = max(1, self._turns), max(1, self._appends)
+        measured = StepTelemetry(
+            trajectories=len(plans),
+            turns=float(turns.mean()),
+            appended=float(np.mean([turn.appended for turn in later])) if later else None,
+            generated=float(np.mean([turn.generated for turn in every])),
+            first_prompt=float(np.mean([plan.first_prompt for plan in plans])),
+            context=self._contexts / seen if self._turns else None,
+            longest=float(max(plan.tokens for plan in plans)),
+            env_s=float(np.mean([turn.env_s for turn in every])),
+            overhead_s=overhead_s,
+            miss_share=self._missed / appends if self._appends else None,
+            local_share=self._local / appends if self._appends else None,
+            local_appended=self._local_tokens / self._local if self._local else None,
+            decode_share=min(1.0, self._decoding_s / self._flight_s) if self._flight_s and self._decoding_s else None,
+            turn_quantiles=tuple((np.quantile(turns, QUANTILES) / turns.mean()).tolist()),
+            decode=tuple(DecodeSample(batch=n, context=c, seconds=s, count=k) for n, c, s, k in self._decode.means()),
+            prefill=tuple(PrefillSample(new=n, prefix=p, seconds=s, count=k) for n, p, s, k in self._prefill.means()),
+        )
+        self._begin_step()
+        return measured

@@ -1,0 +1,147 @@
+"""Whole simulated jobs: what adds up, what is the same each time, and what happens to requests when workers come and go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import sim_jobs
+from sim_jobs import external, plans, run_checked, settings
+
+from pearl.sched.settings import BorrowSettings, ExpandSettings, PdSettings, SchedulerSettings
+from pearl.sched.sim.plans import Faults
+from pearl.sched.sim.results import SimResult
+from pearl.sched.sim.simulator import Simulation
+
+
+def scheduler(**pd: Any) -> SchedulerSettings:
+    return SchedulerSettings(
+        pd=PdSettings(**pd), borrow=BorrowSettings(workers="all"), expand=ExpandSettings(external="always")
+    )
+
+
+SPLIT = scheduler(mode="split", ratio="1:1")
+
+
+def run(seed: int = 0, availability: Any = None, **changes: Any) -> SimResult:
+    simulation = Simulation(settings(**changes), plans(seed), availability)
+    run_checked(simulation)
+    return simulation.result()
+
+
+@pytest.mark.parametrize("semantics", ["barrier", "slots"])
+@pytest.mark.parametrize("mode", ["mixed", "split", "hybrid", "auto"])
+def test_a_job_trains_what_it_starts_and_loses_nothing(mode: str, semantics: str) -> None:
+    result = run(semantics=semantics, scheduler=scheduler(mode=mode), availability=external(until=15.0, notice_s=2.0))
+    assert [step.step for step in result.steps] == [1, 2, 3]
+    assert result.counts["taken"] == 24 and result.counts["tokens_lost"] == 0
+    assert result.generated == result.counts["generated"] >= result.counts["tokens_taken"]
+    assert sum(step.generated for step in result.steps) == result.counts["generated"]
+    assert all(step.began_s < step.collected_s < step.trained_s < step.ended_s for step in result.steps)
+    assert result.throughput > 0
+    assert mode != "split" or result.counts["transfers"] > 0
+
+
+def test_equal_inputs_give_equal_results() -> None:
+    options = dict(scheduler=SPLIT, faults=Faults(death=0.01, transfer=0.1, hang=0.01, hang_s=5.0, revive_s=3.0), seed=5)
+    first, again = (Simulation(settings(**options), plans(5), external()).run() for _ in range(2))
+    assert first == again
+    other = Simulation(settings(**options | {"seed": 6}), plans(5), external()).run()
+    assert other != first
+
+
+def test_trajectories_come_in_the_order_of_their_groups() -> None:
+    simulation = Simulation(settings(), plans())
+    seen = []
+    taken = simulation.trainer.train
+
+    def train(batch: Any) -> None:
+        seen.append(sorted({episode.plan.group for episode in batch.episodes}))
+        taken(batch)
+
+    simulation.trainer.train = train  # type: ignore[method-assign]
+    simulation.run()
+    assert seen == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_with_a_barrier_a_batch_starts_when_the_last_is_complete() -> None:
+    steps = run(semantics="barrier", max_staleness=1).steps
+    for before, after in pairwise(steps):
+        assert after.began_s == pytest.approx(before.collected_s)
+
+
+def test_with_slots_the_next_trajectories_do_not_wait() -> None:
+    steps = run(semantics="slots", max_staleness=1).steps
+    assert steps[1].began_s < steps[0].collected_s
+
+
+def test_synchronous_steps_do_not_overlap() -> None:
+    result = run(max_staleness=0)
+    assert all(step.staleness_mean == 0 for step in result.steps)
+    for before, after in pairwise(result.steps):
+        assert after.began_s >= before.ended_s
+
+
+@pytest.mark.parametrize("notice_s", [0.0, 2.0])
+def test_reclaimed_workers_lose_no_token(notice_s: float) -> None:
+    result = run(availability=external(until=10.0, notice_s=notice_s), scheduler=scheduler(mode="mixed"), max_steps=4)
+    kinds = [row["kind"] for row in result.transitions]
+    assert "expand" in kinds and "admit" in kinds
+    assert ("leave" in kinds) == (notice_s > 0)
+    assert result.counts["tokens_lost"] == 0
+
+
+def test_borrowed_gpus_are_back_before_training() -> None:
+    result = run(scheduler=scheduler(mode="mixed"), costs=replace(sim_jobs.SMALL, kv_capacity_tokens=2000))
+    kinds = [row["kind"] for row in result.transitions]
+    assert kinds.count("borrow") >= 2 and kinds.count("give_back") >= 2
+    assert result.counts["tokens_lost"] == 0
+    borrowed = sum(interval.roles.get("borrowed", 0) for interval in result.intervals)
+    assert borrowed > 0
+
+
+def test_a_run_ends_in_time() -> None:
+    simulation = Simulation(settings(max_steps=None, until_s=12.0), plans())
+    result = simulation.run()
+    assert 11.0 < result.seconds <= 12.0
+    assert result.steps == () or result.steps[-1].ended_s <= 12.0
+
+
+def test_a_trajectory_that_fits_nowhere_is_named() -> None:
+    with pytest.raises(ValueError, match="trajectory 0: has"):
+        Simulation(settings(), plans(longest=5000, turns=60)).run()
+
+
+def fault_run(seed: int) -> SimResult:
+    """A job in which everything goes wrong, its books checked after every few events."""
+    modes = ("mixed", "split", "hybrid", "auto")
+    faults = Faults(death=0.02, order=0.1, silence=0.05, transfer=0.2, hang=0.02, hang_s=8.0, revive_s=4.0)
+    changes = dict(
+        seed=seed,
+        semantics=("barrier", "slots")[seed % 2],
+        transfer=("append", "context")[seed // 2 % 2],
+        update_mode=("keep", "recompute")[seed // 4 % 2],
+        scheduler=replace(scheduler(mode=modes[seed % 4]), change_timeout_s=4.0, prepare_timeout_s=60.0, consider_s=2.0),
+        costs=replace(sim_jobs.SMALL, kv_capacity_tokens=(1500, 4000)[seed // 8 % 2]),
+        faults=faults,
+        miss_share=0.1,
+        max_steps=4,
+    )
+    simulation = Simulation(settings(**changes), plans(seed), external(until=10.0 + seed % 20, notice_s=float(seed % 3)))
+    run_checked(simulation, every=3)
+    return simulation.result()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_fault_breaks_the_books(seed: int) -> None:
+    result = fault_run(seed)
+    assert len(result.steps) == 4 and result.counts["tokens_lost"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20, 220))
+def test_no_fault_breaks_the_books_for_long(seed: int) -> None:
+    result = fault_run(seed)
+    assert len(result.steps) == 4 and result.counts["tokens_lost"] == 0
