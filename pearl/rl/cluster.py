@@ -164,7 +164,9 @@ class Cluster:
             case Report():
                 self._reported(name, event, now)
             case Done() if self.service is not None:
-                if self._fetches.pop(event.number, None) is None:
+                if event.number in self._fetches:  # the newest counts, older ones may have been left out
+                    self._fetches = {n: one for n, one in self._fetches.items() if one != event.rank or n > event.number}
+                else:
                     self.service.answered(event.number, error=event.error, now=now)
                 if event.error:
                     print(f"{name}: {event.error}", flush=True)

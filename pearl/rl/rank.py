@@ -110,18 +110,22 @@ class RankLoop:
     def run(self) -> int:
         try:
             while self._exit_code is None:
-                for message in self._control.take(self._patience()):
-                    self._apply(message)
-                if self._exit_code is None:
-                    self._advance_publish(wait=False)
-                    self._advance_wake()
-                    self._serve()
+                self.turn()
         except Exception as error:  # whatever it was, the controller must hear of it before the rank ends
             self.traceback = traceback.format_exc()
             verdict = report_failure(self._control, self.rank, error)
             self.stop_reason = verdict.reason
             return verdict.exit_code
         return self._exit_code
+
+    def turn(self) -> None:
+        """Takes what has come, waiting for it if there is nothing else to do, and moves on whatever is under way."""
+        for message in self._control.take(self._patience()):
+            self._apply(message)
+        if self._exit_code is None:
+            self._advance_publish(wait=False)
+            self._advance_wake()
+            self._serve()
 
     def _serve(self) -> None:
         if self._serving is not None:
@@ -233,6 +237,8 @@ class RankLoop:
 
     def _obey(self, serving: Serving, order: Any) -> dict[str, Any] | None:
         match order:
+            case Prepare():  # the engine is there
+                return {}
             case SwitchRole():
                 return serving.switch(order)
             case Wake():
@@ -243,7 +249,7 @@ class RankLoop:
                 serving.waking.cancel()
                 self.stop_reason, self._exit_code = "told to leave", 0
                 return {"interrupted": serving.interrupt()}
-        raise ValueError(f"{type(order).__name__}: this rank does not know such an order")
+        raise RuntimeError(f"{type(order).__name__}: this rank does not know such an order")
 
     def _advance_wake(self) -> None:
         if self._waking is not None and self._serving is not None:

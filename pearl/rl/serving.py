@@ -162,6 +162,9 @@ class Serving:
     def _submit(self, requests: list[NewRequest]) -> None:
         refused = []
         for request in requests:
+            if request.request_id in self._live:
+                self.stale += 1
+                continue
             if self.engine.asleep:  # it was sent before the controller heard that this rank is to sleep
                 refused.append(_ended(request.request_id, "abort"))
                 continue

@@ -1,0 +1,237 @@
+"""Members, roles and requests of a running job under load: whatever changes, every trajectory has the tokens that one engine
+alone gives it, each once, and nothing is left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from cluster_cases import Town
+from engine_cases import model
+
+from pearl.config import ExpandSettings
+from pearl.metrics.jsonl import read_jsonl
+from pearl.protocol import Done, Leaving, Report, TakenOver
+
+EPISODES = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    model(0).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    """What one mixed engine gives."""
+    town = Town(tmp_path_factory.mktemp("alone"), folder, serving=1)
+    town.start(EPISODES)
+    tokens = town.play()
+    assert len({len(ids) for ids in tokens.values()}) > 8
+    return tokens
+
+
+@pytest.mark.parametrize("ratio", ["1:1", "1:2", "2:1"])
+def test_a_split_pool_gives_what_one_engine_gives(
+    folder: Path, wanted: dict[str, list[int]], tmp_path: Path, ratio: str
+) -> None:
+    town = Town(tmp_path, folder, serving=sum(map(int, ratio.split(":"))), mode="split", ratio=ratio, seed=1)
+    town.until(lambda: town.shape == f"{ratio[0]}P{ratio[2]}D" and not town.scheduler.log.open)
+    town.start(EPISODES)
+    assert town.play() == wanted
+    town.settled()
+    counts = town.collector.handoffs.counts
+    assert counts["taken"] >= EPISODES and counts["taken"] + counts["refused"] + counts["nobody"] == counts["offered"]
+    assert town.collector.counts["late_tokens"] == 0
+
+
+SHAPES = [("mixed", "auto"), ("split", "1:2"), ("hybrid", "auto"), ("split", "2:1")]
+
+
+@pytest.mark.parametrize("doubling", [0.0, 0.3])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_roles_flip_under_load(
+    folder: Path, wanted: dict[str, list[int]], tmp_path: Path, seed: int, doubling: float
+) -> None:
+    """Also when messages come twice: those are dropped where they come, and counted."""
+    town = Town(tmp_path, folder, serving=3, seed=seed, doubling=doubling)
+    town.start(EPISODES)
+    flips, turns = 0, 0
+    while len(town.ended) < EPISODES:
+        if turns % 70 == 0:
+            town.reshape(*SHAPES[flips % len(SHAPES)])
+            flips += 1
+        town.turn()
+        turns += 1
+        assert turns < 60_000, town.status()
+    assert {name: trajectory.token_ids for name, trajectory in town.ended.items()} == wanted
+    town.settled()
+    rows = read_jsonl(tmp_path / "transitions.jsonl")
+    assert sum(row["ok"] for row in rows if row["kind"] == "switch") >= 3, rows
+    assert town.collector.handoffs.counts["taken"]
+    assert town.collector.counts["late_tokens"] == 0
+    stale = sum(loop._serving.stale for loop in town.loops.values() if loop._serving is not None)
+    assert bool(stale) == bool(doubling)
+
+
+def test_small_pools_refuse_and_lose_nothing(folder: Path, wanted: dict[str, list[int]], tmp_path: Path) -> None:
+    town = Town(tmp_path, folder, serving=2, mode="split", ratio="1:1", seed=3, engine={"num_blocks": 26})
+    town.start(EPISODES)
+    assert town.play() == wanted
+    town.settled()
+
+
+def test_a_flip_that_fails_leaves_the_old_role_and_is_tried_again(
+    folder: Path, wanted: dict[str, list[int]], tmp_path: Path
+) -> None:
+    town = Town(tmp_path, folder, serving=2, seed=4)
+    broken, switch = town.engines[1], town.engines[1].switch_role
+    failures = []
+
+    def fails(role: object) -> object:
+        if len(failures) < 2:
+            failures.append(role)
+            raise ValueError("not now")
+        return switch(role)
+
+    broken.switch_role = fails
+    town.start(EPISODES)
+    town.reshape("split", "1:1")
+    assert town.play() == wanted
+    town.until(lambda: town.shape == "1P1D" and not town.scheduler.log.open)
+    assert len(failures) == 2 and broken.stats().role in ("prefill", "decode")
+    errors = [row["error"] for row in read_jsonl(tmp_path / "transitions.jsonl") if not row["ok"]]
+    assert errors and all(error == "rank1: not now" for error in errors)
+
+
+@pytest.mark.parametrize("doubling", [0.0, 0.3])
+def test_borrow_train_return_for_twenty_rounds(
+    folder: Path, wanted: dict[str, list[int]], tmp_path: Path, doubling: float
+) -> None:
+    """Requests are interrupted by each return and go on elsewhere, or when the rank is lent again."""
+    town = Town(tmp_path, folder, serving=1, training=2, borrow="all", seed=5, doubling=doubling)
+    for round_number in range(20):
+        town.until(lambda: town.shape == "3M" and not town.scheduler.log.open)
+        assert all(trainer.asleep for trainer in town.trainers.values())
+        if round_number % 5 == 0:
+            town.start(EPISODES // 4)
+        for _ in range(town.rng.randrange(20, 50)):
+            town.turn()
+        town.begin_training()
+        for _ in range(20):
+            town.turn()
+        town.finish_training()
+    assert town.play() == wanted
+    town.until(lambda: town.shape == "3M" and not town.scheduler.log.open)
+    town.begin_training()
+    town.settled()
+    rows = read_jsonl(tmp_path / "transitions.jsonl")
+    assert [row["ok"] for row in rows] == [True] * len(rows) and len(rows) == 42
+    assert all(trainer.naps == 21 for trainer in town.trainers.values())
+    assert town.collector.counts["interrupted"] and town.collector.counts["late_tokens"] == 0
+
+
+def test_with_nobody_left_to_serve_requests_wait(folder: Path, wanted: dict[str, list[int]], tmp_path: Path) -> None:
+    """The only server is told to leave; what it had waits until a borrowed rank is there."""
+    town = Town(tmp_path, folder, serving=1, training=1, borrow="all", seed=6)
+    town.begin_training()
+    town.start(EPISODES)
+    for _ in range(60):
+        town.turn()
+    town.cluster.router.drain("rank1")
+    town.loops[1]._serving.interrupt()
+    town.until(lambda: town.collector.unplaced > 0)
+    town.finish_training()
+    assert town.play() == wanted
+
+
+def test_a_rank_that_cannot_get_the_weights_gives_its_device_back(
+    folder: Path, wanted: dict[str, list[int]], tmp_path: Path
+) -> None:
+    town = Town(tmp_path, folder, serving=1, training=1, borrow="all", seed=7)
+    town.until(lambda: town.shape == "2M" and not town.scheduler.log.open)
+    town.begin_training()
+    town.fetchers[0].broken = True
+    town.start(EPISODES)
+    town.finish_training()
+    assert town.play() == wanted
+    assert town.engines[0].asleep and not town.trainers[0].asleep
+    assert any(row["error"] == "rank0: OSError: nobody has it" for row in read_jsonl(tmp_path / "transitions.jsonl"))
+
+
+@pytest.mark.parametrize("doubling", [0.0, 0.3])
+def test_external_workers_come_and_die(folder: Path, wanted: dict[str, list[int]], tmp_path: Path, doubling: float) -> None:
+    """What they had goes on elsewhere, from its last token; roles are mended when the last of one kind is gone."""
+    town = Town(tmp_path, folder, serving=1, mode="split", ratio="1:2", seed=8, doubling=doubling)
+    settings = town.scheduler.settings
+    town.scheduler.settings = dataclasses.replace(settings, expand=ExpandSettings(external="always"))
+    town.start(EPISODES // 2)
+    first = [town.join(), town.join()]
+    town.until(lambda: town.shape == "1P2D" and not town.scheduler.log.open)
+    town.start(EPISODES - EPISODES // 2)
+    for _ in range(120):
+        town.turn()
+    for number in first:
+        town.kill(number)
+    assert town.play() == wanted
+    third = town.join()
+    town.until(lambda: town.scheduler.state.shape().total == 2 and not town.scheduler.log.open)
+    assert third == max(first) + 1 and {f"rank{number}" for number in first}.isdisjoint(town.scheduler.state.workers)
+    town.settled()
+    assert town.collector.counts["requeued"] + town.collector.handoffs.counts["taken"] > 0
+    assert town.failures == []
+
+
+def test_an_external_worker_that_is_reclaimed_leaves_in_time(
+    folder: Path, wanted: dict[str, list[int]], tmp_path: Path
+) -> None:
+    town = Town(tmp_path, folder, serving=1, seed=9)
+    town.scheduler.settings = dataclasses.replace(town.scheduler.settings, expand=ExpandSettings(external="always"))
+    number = town.join()
+    town.until(lambda: town.shape == "2M" and not town.scheduler.log.open)
+    town.start(EPISODES)
+    for _ in range(80):
+        town.turn()
+    town.cluster.take_external(Leaving(rank=number, notice_s=30.0), town.clock.now())
+    town.until(lambda: number not in town.externals.members)
+    assert town.loops[number]._exit_code == 0 and not town.engines[number].stats().running
+    town.stopped.add(number)
+    assert town.play() == wanted
+    assert town.collector.counts["interrupted"] and not town.collector.counts["late_tokens"]
+
+
+def test_a_version_is_fetched_by_externals_while_they_serve(folder: Path, tmp_path: Path) -> None:
+    town = Town(tmp_path, folder, serving=1, seed=10)
+    town.scheduler.settings = dataclasses.replace(town.scheduler.settings, expand=ExpandSettings(external="always"))
+    number = town.join()
+    town.until(lambda: town.shape == "2M" and not town.scheduler.log.open)
+    town.start(EPISODES)
+    for _ in range(4):
+        town.begin_training()
+        town.finish_training()
+    town.play()
+    town.until(lambda: not town.cluster._fetches)
+    assert town.engines[number].weight_version == town.version
+
+
+def test_messages_of_strangers_and_of_the_dead_change_nothing(folder: Path, tmp_path: Path) -> None:
+    town = Town(tmp_path, folder, serving=1, seed=11)
+    state = town.scheduler.state
+    before = dict(state.workers)
+    now = town.clock.now()
+    town.cluster.take(Report(rank=1, epoch=7, running=1, waiting=1, kv_used=1, kv_total=1, weight_version=1), now)
+    town.cluster.take(TakenOver(rank=1, transfer_id="t9", request_id="nobody/0", ok=False), now)
+    town.cluster.take(Done(rank=1, number=99_999, seconds=0.0), now)
+    assert dict(state.workers) == before and state.dropped["epoch_ahead"] == 1
+    assert town.collector.handoffs.counts["unknown"] == 1 and town.cluster.service.counts["stale_answers"] == 1
+
+
+def test_a_rank_of_world_that_answers_no_order_ends_the_job(folder: Path, tmp_path: Path) -> None:
+    town = Town(tmp_path, folder, serving=2, seed=12, change_timeout_s=5.0)
+    town.stopped.add(2)
+    town.reshape("split", "1:1")
+    town.until(lambda: bool(town.failures))
+    assert town.failures[0] == "rank 2 does not carry out what it is told"
