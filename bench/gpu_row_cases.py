@@ -1,4 +1,4 @@
-"""What the GPU suite asks of the kernels beside attention: rows, experts, sampling, log-probs for training.
+"""What the GPU suite asks of the kernels beside attention: rows, experts, penalties, sampling, log-probs for training.
 
 Owns the problems, in the form of `gpu_cases.py`. Not run on a GPU yet.
 Shapes: T tokens, D hidden, E experts, F intermediate, V vocabulary.
@@ -17,7 +17,7 @@ from torch import Tensor
 from bench.gpu_cases import Case, Inputs, Problem
 from bench.gpu_measure import gap
 from pearl.engine.kernels.reference import ReferenceKernels
-from pearl.engine.kernels.triton import elementwise, moe, norm_rope, sampling
+from pearl.engine.kernels.triton import elementwise, moe, norm_rope, penalties, sampling
 from pearl.engine.kernels.triton.launch import Launcher
 from pearl.engine.kernels.triton.token_logprobs import token_logprobs
 
@@ -172,6 +172,36 @@ def draw(inputs: Inputs, *, rows: int, vocab: int, top_k: int = 0, top_p: float 
     return Problem(run=run, check=check, nbytes=scores_SV.nbytes)
 
 
+def penalise(inputs: Inputs, *, rows: int, vocab: int, seen: int) -> Problem:
+    """Penalties of `seen` ids in every row, in a copy of the logits; in every other row one more id is known to the device."""
+    logits_SV = inputs.normal(rows, vocab, scale=3.0, dtype=torch.float32)
+    ids_SE = np.stack([inputs.random.permutation(vocab)[:seen] for _ in range(rows)])
+    counts_SE = inputs.random.integers(0, 4, (rows, seen))
+    begin_S = np.arange(rows) * seen
+    late_S = np.where(np.arange(rows) % 2, np.arange(rows), -1)
+    drawn_S = inputs.random.integers(0, vocab, rows)
+    table = np.stack([np.arange(rows), begin_S, begin_S + seen, late_S], axis=1)
+    values = np.tile(np.array([1.3, 0.5, 0.2], dtype=np.float32), (rows, 1))
+    parts = [inputs.place(part, torch.int32) for part in (table, ids_SE.reshape(-1), counts_SE.reshape(-1))]
+    arguments = (*parts, inputs.place(values, torch.float32), inputs.place(drawn_S, torch.int64))
+
+    def run(launch: Launcher) -> tuple[Tensor, ...]:
+        scores_SV = logits_SV.clone()
+        penalties.penalise(scores_SV, *arguments, launch)
+        return (scores_SV,)
+
+    def check(found: tuple[Tensor, ...]) -> float:
+        counts_SV = np.full((rows, vocab), -1.0)
+        np.put_along_axis(counts_SV, ids_SE, counts_SE, axis=1)
+        for row in range(1, rows, 2):
+            counts_SV[row, drawn_S[row]] = max(counts_SV[row, drawn_S[row]], 0) + 1
+        count_SV, wide_SV = inputs.place(counts_SV, torch.float64), logits_SV.double()
+        pushed_SV = torch.where(wide_SV < 0, wide_SV * 1.3, wide_SV / 1.3) - 0.2 * count_SV - 0.5 * (count_SV > 0)
+        return gap(found[0], torch.where(count_SV >= 0, pushed_SV, wide_SV))
+
+    return Problem(run=run, check=check, nbytes=2 * logits_SV.nbytes + 16 * rows * seen)
+
+
 def kept_logprobs(scores_SV: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     """Float64 log-probs at temperature 0.7 after top_k, top_p and min_p; -inf for what is left out."""
     wide_SV = scores_SV.double()
@@ -227,6 +257,7 @@ def row_cases() -> list[Case]:
         ("experts", "8 of 128 experts, 64 tokens", experts, few, dict(tokens=64, **moe_sizes)),
         ("experts", "8 of 128 experts, 8K tokens", experts, few, dict(tokens=8192, **moe_sizes)),
         ("ends", "draw 64 x 151936", draw, drawn, vocab),
+        ("ends", "penalties 64 x 151936, 8K seen", penalise, dict(rows=4, vocab=301, seen=40), dict(**vocab, seen=8192)),
         ("ends", "draw 64 x 151936, filters", draw, dict(**drawn, **filters), dict(**vocab, **filters)),
         (
             "ends", "log-probs 8K x 4096 x 151936", training_logprobs, dict(tokens=7, dim=40, vocab=150),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 from fake_nccl import HostNccl
+from host_regions import HostGpu, make_region_pool
 from migration_cases import make_pool, offer
 
 from pearl.engine.migration.cuda_ipc import CudaIpcTransport
@@ -26,11 +27,14 @@ def main() -> None:
         "gloo": GlooTransport,
         "host": HostTransport,
         "cuda_ipc": CudaIpcTransport,
+        "regions": lambda: CudaIpcTransport(HostGpu()),
         "nccl": lambda: HostNccl(os.environ["FAKE_NCCL"]),
     }
     transport = transports[task["transport"]]()
     device = "cuda:0" if transport.name == "cuda_ipc" else "cpu"
-    pool = make_pool(msgspec.convert(task["layout"], KVLayout), task["num_blocks"], task["seed"], device)
+    shape = msgspec.convert(task["layout"], KVLayout)
+    make = make_region_pool if task["transport"] == "regions" else make_pool
+    pool = make(shape, task["num_blocks"], task["seed"], device)
     transfer = offer(pool, task["blocks"], transport)
     say(msgspec.json.encode(transfer).decode())
     for line in sys.stdin:
@@ -42,6 +46,9 @@ def main() -> None:
             transfer = offer(pool, task["blocks"], transport)
         elif line.strip() == "give_back":
             pool.memory.give_back()
+        elif line.strip() == "take":
+            pool.memory.take()
+            pool.tensor.copy_(make_pool(shape, task["num_blocks"], task["seed"] + 1).tensor)
         say(msgspec.json.encode(transfer).decode())
 
 

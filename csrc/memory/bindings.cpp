@@ -19,7 +19,12 @@ void register_apis(py::module_& m) {
         .def_property_readonly("bytes", &DeviceRegion::bytes)
         .def_property_readonly("mapped", &DeviceRegion::mapped)
         .def("give_back", &DeviceRegion::give_back, release())
-        .def("take", &DeviceRegion::take, release());
+        .def("take", &DeviceRegion::take, release())
+        .def("export_file", &DeviceRegion::export_file, release(), "A new descriptor, by which others can map its memory.");
+    py::class_<OpenedRegion>(m, "OpenedRegion", "Memory of a region, mapped through its descriptor until it is closed.")
+        .def(py::init<int, std::int64_t, int>(), py::arg("file"), py::arg("bytes"), py::arg("device"), release())
+        .def_property_readonly("address", &OpenedRegion::address)
+        .def("close", &OpenedRegion::close, release());
 }
 #else
 void register_apis(py::module_&) {}

@@ -22,7 +22,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from pearl.engine.device_arena import on_device
+from pearl.engine.device_arena import Door, on_device
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 MADV_REMOVE, MADV_DONTFORK = 9, 10
@@ -78,6 +78,10 @@ class Arena:
         """The open memfd behind a tensor that `shared_zeros` made, None for any other. It is closed with the arena."""
         return next((file for storage, file in self._shared if storage.data_ptr() == tensor.data_ptr()), None)
 
+    def door(self, tensor: Tensor) -> tuple[Door, int] | None:
+        """By which other processes find the memory of a tensor on a GPU, and where it begins there; None: they cannot."""
+        return None if self._regions is None else self._regions.door(tensor)
+
     def check_returnable(self) -> None:
         """ValueError saying why the memory cannot be given back, if it cannot."""
         if self._device.type != "cpu" and self._regions is None:
@@ -95,7 +99,6 @@ class Arena:
             region.madvise(mmap.MADV_DONTNEED)
         for storage, _ in self._shared:
             _advise(storage.data_ptr(), storage.nbytes(), MADV_REMOVE)
-
 
     def take(self) -> None:
         """Takes it again: RuntimeError, and nothing taken, if there is not enough. On a CPU pages come as they are touched."""

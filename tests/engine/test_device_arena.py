@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch import Tensor
 
 from pearl.engine.arena import Arena
-from pearl.engine.device_arena import ALIGNMENT, REGION_BYTES, DeviceArena, on_device
+from pearl.engine.device_arena import ALIGNMENT, REGION_BYTES, DeviceArena, _bytes_of, on_device
 from pearl.engine.migration.blocks import native
 
 STEP = 2 << 20
@@ -125,8 +127,11 @@ def test_the_native_part_loads_without_a_gpu() -> None:
     assert module.region_refusal(0)
     with pytest.raises(RuntimeError, match="cuda"):
         module.DeviceRegion(1 << 20, 0)
-    with pytest.raises(ValueError, match="bytes=0: must be > 0"):
-        module.DeviceRegion(0, 0)
+    with pytest.raises(RuntimeError, match="cuda"):
+        module.OpenedRegion(0, 1 << 20, 0)
+    for kind, arguments in ((module.DeviceRegion, (0, 0)), (module.OpenedRegion, (0, 0, 0))):
+        with pytest.raises(ValueError, match="bytes=0: must be > 0"):
+            kind(*arguments)
 
 
 @pytest.mark.gpu
@@ -146,3 +151,25 @@ def test_a_gpu_has_its_memory_back() -> None:
     small.fill_(2.0)
     assert tensor.data_ptr() == place and bool((tensor == 3).all()) and bool((small == 2.0).all())
     assert free - torch.cuda.mem_get_info(device)[0] < 4 << 20
+
+
+@pytest.mark.gpu
+def test_a_gpu_s_memory_is_shared_by_a_file() -> None:
+    """Mapped a second time, as another process would: the same bytes, and after sleep those that were there."""
+    module = native("cuda")[0]
+    assert module is not None
+    device = torch.cuda.current_device()
+    region = module.DeviceRegion(4 << 20, device)
+    file = region.export_file()
+    opened = module.OpenedRegion(file, region.bytes, device)
+    os.close(file)
+    mine, other = (_bytes_of(torch.device("cuda", device))(one, 0, 1 << 20) for one in (region, opened))
+    mine.fill_(7)
+    assert opened.address != region.address and bool((other == 7).all())
+    region.give_back()
+    region.take()
+    mine.fill_(9)
+    assert bool((other == 7).all())
+    torch.cuda.synchronize()
+    opened.close()
+    assert opened.address == 0

@@ -11,8 +11,10 @@ from __future__ import annotations
 import fcntl
 import os
 import weakref
+from typing import Protocol
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,21 +64,27 @@ def unreachable(address: FileAddress) -> str | None:
     return None
 
 
-_shared: weakref.WeakKeyDictionary[LeaseWords, tuple[Arena, FileAddress]] = weakref.WeakKeyDictionary()
+class Words(Protocol):
+    """Numbers (int64) that one process writes and others may read."""
+
+    memory: np.ndarray
+
+
+_shared: weakref.WeakKeyDictionary[Words, tuple[Arena, FileAddress]] = weakref.WeakKeyDictionary()
 """Words of this process that others may read. Their arenas are never given back."""
 
 
-def share(leases: LeaseWords) -> FileAddress:
+def share(words: Words) -> FileAddress:
     """Moves the words to where others can read them, once; they stay there as long as they live."""
-    if leases not in _shared:
+    if words not in _shared:
         arena = Arena(torch.device("cpu"))
-        words = arena.shared_zeros(leases.memory.shape, torch.int64)
-        file = arena.file(words)
+        memory = arena.shared_zeros(words.memory.shape, torch.int64)
+        file = arena.file(memory)
         assert file is not None
-        words.numpy()[:] = leases.memory
-        leases.memory = words.numpy()
-        _shared[leases] = (arena, own_address(file))
-    return _shared[leases][1]
+        memory.numpy()[:] = words.memory
+        words.memory = memory.numpy()
+        _shared[words] = (arena, own_address(file))
+    return _shared[words][1]
 
 
 class Mappings:
@@ -98,7 +106,11 @@ class Mappings:
 
     def words(self, address: FileAddress) -> LeaseWords:
         """The file's words, for reading, as they are at any moment. ValueError as above."""
-        return LeaseWords(self.memory(address).view(torch.int64).numpy())
+        return LeaseWords(self.numbers(address))
+
+    def numbers(self, address: FileAddress) -> np.ndarray:
+        """The file as int64, likewise."""
+        return self.memory(address).view(torch.int64).numpy()
 
     def tidy(self) -> None:
         """Looks at one of the mappings, in turn, and lets it go if its owner has. Cheap: for every step."""

@@ -101,6 +101,21 @@ def test_attention(kernels: FlashInferKernels, contexts: list[int], queries: lis
     assert gap(found, problem.expected()) < 1e-6
 
 
+def test_three_chunks_give_what_one_gives(kernels: FlashInferKernels) -> None:
+    """The last of them with one query, as a row of its own kind."""
+    whole = paged([13], [13], heads=(6, 2), block_size=4)
+    found = []
+    for begin, end in ((0, 5), (5, 12), (12, 13)):
+        batch = dataclasses.replace(
+            whole.batch,
+            query_starts_S1=torch.tensor([0, end - begin], dtype=torch.int32),
+            context_lens_S=torch.tensor([end], dtype=torch.int32),
+            num_decodes=int(end - begin == 1),
+        )
+        found.append(kernels.paged_attention(whole.q_THB[begin:end], whole.clean, batch, whole.scale))
+    assert gap(torch.cat(found), whole.expected()) < 1e-6
+
+
 def test_a_batch_is_planned_once(kernels: FlashInferKernels) -> None:
     problem, other = paged([5, 9], [1, 3]), paged([6, 9], [1, 3])
     for _ in range(3):

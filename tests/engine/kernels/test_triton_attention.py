@@ -79,11 +79,42 @@ def test_keys_split_among_programs(window: int, monkeypatch: pytest.MonkeyPatch)
         assert_right(paged([1, 128, 129, 300, 257, 40], [1, 1, 1, 1, 30, 40], heads=(2, 1), block_size=16, window=window))
 
 
+@pytest.mark.parametrize("window", [0, 1200])
+def test_more_splits_than_are_added_up_at_a_time(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 11, 8, 9 and 1 of them; in a window the parts' slots are used in turn."""
+    monkeypatch.setattr(attention_plan, "SPLIT_KEYS", 128)
+    with uninitialised_memory_is_nan():
+        assert_right(paged([1300, 1024, 1025, 5], [1] * 4, heads=(2, 1), block_size=16, window=window))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 6])
+def test_three_chunks_give_what_one_gives(window: int, dtype: torch.dtype) -> None:
+    """A prompt of 21 tokens at once, and as 8, 8 and 5 over what the chunks before have written."""
+    whole = paged([21], [21], block_size=4, window=window, dtype=dtype)
+    found = []
+    for begin, end in ((0, 8), (8, 16), (16, 21)):
+        batch = dataclasses.replace(
+            whole.batch,
+            positions_T=whole.batch.positions_T[begin:end],
+            query_starts_S1=torch.tensor([0, end - begin], dtype=torch.int32, device=DEVICE),
+            context_lens_S=torch.tensor([end], dtype=torch.int32, device=DEVICE),
+            max_query_len=end - begin,
+            max_context_len=end,
+        )
+        pool = whole.pool.clone()
+        for place in whole.batch.slot_mapping_T[end:].tolist():
+            pool[:, place // 4, :, place % 4] = NAN
+        found.append(answer(dataclasses.replace(whole, q_THB=whole.q_THB[begin:end], pool=pool, batch=batch)))
+    assert gap(torch.cat(found), answer(whole)) < TOLERANCE[dtype]
+
+
 def test_a_row_does_not_depend_on_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_plan, "SPLIT_KEYS", 128)
-    problem = paged([300, 20, 129], [1, 1, 1], block_size=16)
+    contexts = [1200, 20, 1025]
+    problem = paged(contexts, [1, 1, 1], block_size=16)
     together = answer(problem)
-    for row, context in enumerate([300, 20, 129]):
+    for row, context in enumerate(contexts):
         batch = dataclasses.replace(
             problem.batch,
             positions_T=problem.batch.positions_T[row : row + 1],

@@ -36,6 +36,10 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+BLOCK_SIZES = {"a window of 4": 3}
+"""Where it is not 4."""
+
+
 class AnyDevice(TritonKernels):
     """In the interpreter they run on a CPU too."""
 
@@ -65,8 +69,8 @@ def test_engine(name: str, ahead: bool, tmp_path: Path, monkeypatch: pytest.Monk
     model = hf_models.randomise(build(0, **overrides))
     engine = Engine(
         EngineConfig(
-            model=hf_models.save(model, tmp_path), dtype="float32", kernels="reference", device=DEVICE.type, block_size=4,
-            num_blocks=40, kv_fill=math.nan, max_batch_tokens=8, overlap=ahead,
+            model=hf_models.save(model, tmp_path), dtype="float32", kernels="reference", device=DEVICE.type,
+            block_size=BLOCK_SIZES.get(name, 4), num_blocks=40, kv_fill=math.nan, max_batch_tokens=8, overlap=ahead,
         )
     )  # fmt: skip
     runner, replayed = engine._runner, []
@@ -125,3 +129,34 @@ def test_penalties_one_step_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         found.append(done)
         assert waits == []
     assert found[0] == found[1] and len(found[0]) == 4
+
+
+def test_graphs_over_sleep_and_a_deep_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many more requests than rows, replayed with other blocks, lengths and tables than those that were captured; asleep the
+    pool's contents are lost, and come back as NaN."""
+    monkeypatch.setitem(registry.KERNELS, "reference", AnyDevice)
+    model = hf_models.randomise(hf_models.dense(0, **ONE_LAYER))
+    engine = Engine(
+        EngineConfig(
+            model=hf_models.save(model, tmp_path), dtype="float32", kernels="reference", device=DEVICE.type, block_size=4,
+            num_blocks=30, kv_fill=math.nan, max_num_seqs=2,
+        )
+    )  # fmt: skip
+    replays = []
+
+    def capture(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return lambda: replays.append(run()) or replays[-1]
+
+    graphs = DecodeGraphs(capture, device=DEVICE, max_rows=2, max_context=64, width=17)
+    engine._runner.graphs = graphs
+    prompts = [hf_models.prompt(length, seed=length) for length in (3, 9, 5, 14, 4)]
+    for _ in range(2):
+        names = [engine.add_request(ids, SamplingParams(temperature=0.0, max_tokens=4)) for ids in prompts]
+        done = {}
+        while engine.has_unfinished():
+            done |= {completion.request_id: completion.token_ids for completion in engine.step()}
+        assert [done[name] for name in names] == [hf_models.greedy(model, ids, 4)[0] for ids in prompts]
+        captured, count = graphs.captured, len(replays)
+        engine.sleep("keep")
+        engine.wake()
+    assert graphs.captured == captured and {bucket.rows for bucket in captured} == {1, 2} and count > 6

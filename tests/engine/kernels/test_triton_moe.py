@@ -64,6 +64,10 @@ def test_many_pairs_of_one_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gap(found, REFERENCE.moe(x, router, gate_up, down, top_k=2, normalise=False)) < 1e-5
 
 
+def test_no_tokens() -> None:
+    assert moe.moe(normal(0, 16), *weights(3, 16, 16), top_k=2, normalise=True).shape == (0, 16)
+
+
 def test_routing_takes_the_lowest_of_equals() -> None:
     x, router = torch.ones(2, 8, device=DEVICE), torch.zeros(7, 8, device=DEVICE)
     router[5] = 1.0

@@ -51,16 +51,17 @@ def _visit(
         else:
             k_BL = tl.load(pool_k + k_place_BL, mask=(dim_B < DIM)[:, None], other=0.0)
             v_LB = tl.load(pool_v + v_place_LB, mask=(dim_B < DIM)[None, :], other=0.0)
-        score_ML = tl.dot(q_MB, k_BL, input_precision=PRECISION) * scale
+        score_ML = tl.dot(q_MB, k_BL, input_precision=PRECISION)
         if MASKED:
             seen_ML = there_L[None, :] & (key_L[None, :] <= position_M[:, None])
             if WINDOW:
                 seen_ML &= key_L[None, :] > position_M[:, None] - window
             score_ML = tl.where(seen_ML, score_ML, float("-inf"))
-        new_top_M = tl.maximum(top_M, tl.max(score_ML, 1))
+        # Scaled are the maxima, and the scores within the subtraction: one fused operation for each.
+        new_top_M = tl.maximum(top_M, tl.max(score_ML, 1) * scale)
         # A row that has seen no key yet: -inf less -inf would be NaN.
         base_M = tl.where(new_top_M == float("-inf"), 0.0, new_top_M)
-        weight_ML = tl.exp2(score_ML - base_M[:, None])
+        weight_ML = tl.exp2(score_ML * scale - base_M[:, None])
         fade_M = tl.exp2(top_M - base_M)
         sum_M = sum_M * fade_M + tl.sum(weight_ML, 1)
         acc_MB = tl.dot(weight_ML.to(v_LB.dtype), v_LB, acc_MB * fade_M[:, None], input_precision=PRECISION)
@@ -184,25 +185,32 @@ def attention_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def combine_kernel(
     part_out, part_top, part_sum, positions, out, first_token, tokens, window, split_keys, slots,
-    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_TILE: tl.constexpr, WINDOW: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_TILE: tl.constexpr, WINDOW: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Program (token, head): adds up the parts of the splits that hold a key this token sees, in the order of the keys."""
     number = tl.program_id(0).to(tl.int64)
     token = first_token + number
     position = tl.load(positions + token).to(tl.int32)
     first = tl.maximum(position + 1 - window, 0) // split_keys if WINDOW else 0
+    last = position // split_keys
     dim_B = tl.arange(0, DIM_TILE)
     inside_B = dim_B < DIM
     acc_B = tl.zeros([DIM_TILE], tl.float32)
     top = float("-inf")
     total = 0.0
-    for split in range(first, position // split_keys + 1):
-        part = ((split % slots).to(tl.int64) * tokens + number) * HEADS + tl.program_id(1)
-        part_acc_B = tl.load(part_out + part * DIM + dim_B, mask=inside_B, other=0.0)
-        part_best = tl.load(part_top + part)
-        new_top = tl.maximum(top, part_best)
-        fade, share = tl.exp2(top - new_top), tl.exp2(part_best - new_top)
-        acc_B = acc_B * fade + part_acc_B * share
-        total = total * fade + tl.load(part_sum + part) * share
+    # As many at a time as TOGETHER, so that their reads do not wait for each other; the first is always there.
+    for begin in range(first, last + 1, TOGETHER):
+        split_C = begin + tl.arange(0, TOGETHER)
+        there_C = split_C <= last
+        part_C = ((split_C % slots).to(tl.int64) * tokens + number) * HEADS + tl.program_id(1)
+        inside_CB = there_C[:, None] & inside_B[None, :]
+        part_CB = tl.load(part_out + part_C[:, None] * DIM + dim_B[None, :], mask=inside_CB, other=0.0)
+        top_C = tl.load(part_top + part_C, mask=there_C, other=float("-inf"))
+        sum_C = tl.load(part_sum + part_C, mask=there_C, other=0.0)
+        new_top = tl.maximum(top, tl.max(top_C, 0))
+        fade = tl.exp2(top - new_top)
+        share_C = tl.exp2(top_C - new_top)
+        acc_B = acc_B * fade + tl.sum(part_CB * share_C[:, None], 0)
+        total = total * fade + tl.sum(sum_C * share_C, 0)
         top = new_top
     tl.store(out + (token * HEADS + tl.program_id(1)) * DIM + dim_B, (acc_B / total).to(out.dtype.element_ty), mask=inside_B)

@@ -28,6 +28,8 @@ PROGRAMS = 256
 CHUNK_SPLIT_KEYS = 1024
 """A split of a chunk's keys has at least as many."""
 MAX_CHUNK_SPLITS = 16
+COMBINED = 8
+"""Splits that are added up at a time. Fixed: a row's bits do not depend on how many its neighbours have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,5 +224,6 @@ def _attend(
             DIM=dim,
             DIM_TILE=tile_of(dim, 16),
             WINDOW=window > 0,
+            TOGETHER=COMBINED,
             num_warps=1,
         )
