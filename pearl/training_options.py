@@ -111,7 +111,7 @@ class TrainerOptions:
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     train_layers: int | None = None
     checkpoint_layers: bool = False
-    logits_rows: int = 1024
+    logits_rows: int = 128
 
     def __post_init__(self) -> None:
         one_of("trainer.compute_dtype", self.compute_dtype, ("float32", "bfloat16"))

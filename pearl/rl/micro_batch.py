@@ -2,10 +2,11 @@
 
 Owns the checks of a TrainStep's data and the way from lists to tensors. It does not know models, losses or optimizers.
 Invariant: row `rows_N[n]` is the position that predicts `targets_N[n]`, the token after it in the same sequence, and there
-is one row for every token whose loss mask is 1 and none for any other. Tokens after a sequence's last trained one, and
-that one itself, predict nothing that is trained and are left out of the forward pass.
+is one entry for every token whose loss mask is 1 and none for any other. Tokens after a sequence's last trained one, and
+that one itself, predict nothing that is trained and are left out of the forward pass. What sequences have in common at
+their beginning is in it once (`shared_prefix.py`).
 
-Shapes: T tokens of the forward pass, N trained tokens.
+Shapes: T rows of the forward pass, C cells (tokens of the sequences; as many, unless some are shared), N trained tokens.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import torch
 from torch import Tensor
 
 from pearl.protocol import PackingPlan, TrainSequence, TrainStep
+from pearl.rl.shared_prefix import shared_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """Tensors of one forward pass; `behaviour_N` are the engine's log-probs of the targets.
 
+    `lengths` are the sequences', in cells; `row_of_cell_C` and `cell_of_row_T` are None where each cell has its own row.
     `sequence_N`: the step's number of the sequence that the row belongs to, whose rows are consecutive; `weights_N`: what its
     loss is multiplied by (the aggregation over the update).
     `fresh_N`: the target's whole sequence was sampled by the version trained on (`all_fresh`: so it is for every row);
@@ -45,6 +48,8 @@ class MicroBatch:
     fresh_N: Tensor
     stale_N: Tensor
     all_fresh: bool
+    row_of_cell_C: Tensor | None = None
+    cell_of_row_T: Tensor | None = None
     proximal_N: Tensor | None = None
     kl_N: Tensor | None = None
     values_N: Tensor | None = None
@@ -110,6 +115,12 @@ def build(
         parts = [_Part(number=0, rows=_FILLER, advantage=0.0, weight=0.0)]
     lengths = [len(part.rows.ids) for part in parts]
     starts = np.cumsum([0, *lengths])[:-1]
+    ids = np.concatenate([part.rows.ids for part in parts] or [_NONE])
+    positions = np.concatenate([np.arange(length) for length in lengths] or [_NONE])
+    rows = np.concatenate([part.rows.rows + start for part, start in zip(parts, starts, strict=True)] or [_NONE])
+    shared = shared_rows([part.rows.ids for part in parts])
+    if shared is not None:
+        ids, positions, rows = ids[shared.cell_of_row_T], positions[shared.cell_of_row_T], shared.row_of_cell_C[rows]
     stale = [part.rows.versions != weight_version for part in parts]
 
     def tensor(pieces: list[np.ndarray], kind: type, to: torch.dtype | None = None) -> Tensor:
@@ -120,10 +131,12 @@ def build(
         return [np.full(len(part.rows.rows), getattr(part, name)) for part in parts]
 
     return MicroBatch(
-        input_ids_T=tensor([part.rows.ids for part in parts], np.int64),
-        positions_T=tensor([np.arange(length) for length in lengths], np.int64),
+        input_ids_T=tensor([ids], np.int64),
+        positions_T=tensor([positions], np.int64),
         lengths=tuple(lengths),
-        rows_N=tensor([part.rows.rows + start for part, start in zip(parts, starts, strict=True)], np.int64),
+        rows_N=tensor([rows], np.int64),
+        row_of_cell_C=None if shared is None else tensor([shared.row_of_cell_C], np.int64),
+        cell_of_row_T=None if shared is None else tensor([shared.cell_of_row_T], np.int64),
         targets_N=tensor([part.rows.targets for part in parts], np.int64),
         behaviour_N=tensor([part.rows.behaviour for part in parts], np.float64, dtype),
         advantages_N=tensor(each("advantage"), np.float64, dtype),

@@ -23,8 +23,8 @@ def terms_of(decoder: TrainedDecoder, batch: MicroBatch, config: Config, head: H
     """The terms of the trained rows only: the vocabulary is by far the widest thing in the model."""
 
     def then(hidden_ND: Tensor, weight_VD: Tensor) -> TokenTerms:
-        temperature, rows = config.rollout.temperature, config.trainer.logits_rows
-        return token_terms(hidden_ND, weight_VD, batch.targets_N, temperature=temperature, rows=rows, reference=head)
+        how = {"temperature": config.rollout.temperature, "rows": config.trainer.logits_rows, "narrow": decoder.narrow}
+        return token_terms(hidden_ND, weight_VD, batch.targets_N, reference=head, **how)
 
     return decoder.run(batch, then)
 

@@ -18,6 +18,7 @@ from pearl.engine.kernels.interface import PackedBatch
 from pearl.engine.models.decoder import Decoder, varlen_attend
 from pearl.engine.models.layers import parameter
 from pearl.rl.micro_batch import MicroBatch
+from pearl.rl.shared_prefix import shared_attend
 from pearl.training_options import TrainerOptions, check_layers
 
 
@@ -45,8 +46,11 @@ class TrainedDecoder(Decoder):
 
     def run(self, batch: MicroBatch, then: Callable[[Tensor, Tensor], Any]) -> Any:
         """A pass over a micro-batch; `then` gets the trained rows' hidden states only."""
-        packed = PackedBatch(positions_T=batch.positions_T, lengths=batch.lengths)
-        attend = varlen_attend(self.kernels, packed, self.config)
+        cells_C, rows_T = batch.row_of_cell_C, batch.cell_of_row_T
+        positions_C = batch.positions_T if cells_C is None else batch.positions_T[cells_C]
+        attend = varlen_attend(self.kernels, PackedBatch(positions_T=positions_C, lengths=batch.lengths), self.config)
+        if cells_C is not None and rows_T is not None:
+            attend = shared_attend(attend, cells_C, rows_T)
         return self(batch.input_ids_T, batch.positions_T, attend, then=lambda h_TD, w_VD: then(h_TD[batch.rows_N], w_VD))
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from pearl.config import Config
 from pearl.engine.comm.communicator import Communicator, SingleCommunicator
+from pearl.engine.kernels.narrow import NarrowKernels
 from pearl.engine.kernels.reference import ReferenceKernels
 from pearl.engine.models.config import from_folder
 from pearl.engine.models.params import param_specs
@@ -85,7 +86,7 @@ class Trainer:
         self.model_config = from_folder(self.folder)
         self.device = torch.device(device)
         self._comm: Communicator = comm or SingleCommunicator()
-        self._kernels = ReferenceKernels()
+        self._kernels = NarrowKernels() if config.trainer.compute_dtype == "bfloat16" else ReferenceKernels()
         self._mesh = mesh_of(self._comm.group, self.device) if self._comm.size > 1 else None  # type: ignore[attr-defined]
         self.algorithm = algorithm_of(config.algorithm)
         self.decoder = self._new_decoder()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import pearl.rl.token_terms as module
 from pearl.rl.token_terms import Head, token_terms
 
 N, D, V = 11, 5, 17
@@ -34,7 +35,8 @@ def by_autograd(hidden: Tensor, weight: Tensor, targets: Tensor, head: Head | No
 @pytest.mark.parametrize("rows", [1, 4, 11, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("referred", [True, False])
-def test_values_and_gradients(rows: int, temperature: float, referred: bool):
+def test_values_and_gradients(rows: int, temperature: float, referred: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "COLUMNS", 1)  # pieces of 1, 6, 17 and 17 of the 17 columns
     hidden, weight, targets, head = tensors()
     head = head if referred else None
     terms = token_terms(hidden, weight, targets, temperature=temperature, rows=rows, reference=head)
@@ -88,8 +90,9 @@ def test_uniform_by_hand():
     assert float(terms.logprobs_N) == pytest.approx(-math.log(V)) and float(terms.entropy_N) == pytest.approx(math.log(V))
 
 
-def test_only_some_rows_of_logits_exist_at_once():
-    """Forwards and backwards, no tensor of the operation is as large as all rows over the vocabulary."""
+def test_only_some_logits_exist_at_once(monkeypatch: pytest.MonkeyPatch):
+    """Forwards and backwards, no tensor of the operation has as many elements as there are logits."""
+    monkeypatch.setattr(module, "COLUMNS", 2)
     hidden, weight, targets, _ = tensors()
     largest = 0
 
@@ -97,12 +100,23 @@ def test_only_some_rows_of_logits_exist_at_once():
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             nonlocal largest
             out = func(*args, **(kwargs or {}))
-            if isinstance(out, Tensor) and out.ndim == 2 and out.shape[1] == V:
-                largest = max(largest, out.shape[0])
+            if isinstance(out, Tensor) and out.shape[:1] == (N,):
+                largest = max(largest, out.numel())
             return out
 
     terms = token_terms(hidden, weight, targets, rows=2)
     with Watch():
         token_terms(hidden, weight, targets, rows=2)
         terms.logprobs_N.sum().backward()
-    assert 0 < largest <= max(2, D)
+    assert 3 * N <= largest <= N * D < N * V  # 2 rows' 34 logits are 3 columns of the 11 rows
+
+
+def test_narrow_products_cost_what_bf16_factors_do():
+    hidden, weight, targets, _ = tensors(torch.float32)
+    rounded = [x.detach().bfloat16().float().requires_grad_() for x in (hidden, weight)]
+    narrow, exact = token_terms(hidden, weight, targets, narrow=True), token_terms(*rounded, targets)
+    torch.testing.assert_close(narrow.logprobs_N, exact.logprobs_N, atol=1e-5, rtol=0)
+    ours = torch.autograd.grad(narrow.logprobs_N.sum(), (hidden, weight))
+    theirs = torch.autograd.grad(exact.logprobs_N.sum(), rounded)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == torch.float32 and 0 < float((a - b).norm() / b.norm()) < 2**-7

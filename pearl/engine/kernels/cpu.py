@@ -156,6 +156,16 @@ class CpuKernels(ReferenceKernels):
         return o_THB
 
 
+def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """`x @ weight.T` of bf16 tensors, added up and given in fp32. Packs the weight at every call."""
+    cpu, x_TD = _cpu(), x_TD.contiguous()
+    cpu.set_threads(torch.get_num_threads())
+    weight, _memory = _packed(cpu, weight_ED)
+    y_TE = x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0], dtype=torch.float32)
+    cpu.gemm(x_TD.data_ptr(), len(x_TD), x_TD.shape[1], weight, y_TE.data_ptr(), y_TE.shape[1], epilogue="wide")
+    return y_TE
+
+
 class CpuDecoder:
     """Implements `interface.ServedDecoder`: matrices packed into memory of their own."""
 

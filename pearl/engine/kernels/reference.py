@@ -122,11 +122,18 @@ class ReferenceKernels:
         if not batch.positions_T.numel():
             return q_THB
         groups = length_groups(batch.lengths, q_THB.device)
-        outputs = [_padded_attention(q_THB, k_TGB, v_TGB, group, scale, window) for group in groups]
+        outputs = [self.attend_group(q_THB, k_TGB, v_TGB, group, scale, window) for group in groups]
         if len(groups) == 1:
             return outputs[0]
         order_T = torch.cat([group.tokens_T for group in groups])
         return torch.cat(outputs).index_select(0, torch.argsort(order_T))
+
+    def attend_group(
+        self, q_THB: Tensor, k_TGB: Tensor, v_TGB: Tensor, group: LengthGroup, scale: float, window: int
+    ) -> Tensor:
+        """The packed tokens of one group's sequences, in the group's order. Causality hides the padding on the right."""
+        q, k, v = (pad_rows(x, group).transpose(1, 2) for x in (q_THB, k_TGB, v_TGB))
+        return unpad_rows(_causal_attention(q, k, v, scale, window).transpose(1, 2), group)
 
     def serve(self, model: ServedModel, kv_pool: Tensor, memory: object) -> None:
         return None
@@ -156,14 +163,6 @@ def _chunk_attention(
     kept = slice(unseen - first * block_size, context - first * block_size)
     k_GLB, v_GLB = blocks.transpose(1, 2).reshape(2, kv_heads, -1, dim)[:, :, kept]
     return _causal_attention(q_QHB.transpose(0, 1)[None], k_GLB[None], v_GLB[None], scale, window)[0].transpose(0, 1)
-
-
-def _padded_attention(
-    q_THB: Tensor, k_TGB: Tensor, v_TGB: Tensor, group: LengthGroup, scale: float, window: int
-) -> Tensor:
-    """The packed tokens of one group's sequences, in the group's order. Causality hides the padding on the right."""
-    q, k, v = (pad_rows(x, group).transpose(1, 2) for x in (q_THB, k_TGB, v_TGB))
-    return unpad_rows(_causal_attention(q, k, v, scale, window).transpose(1, 2), group)
 
 
 def _causal_attention(q_SHQB: Tensor, k_SGLB: Tensor, v_SGLB: Tensor, scale: float, window: int) -> Tensor:

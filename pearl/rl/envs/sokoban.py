@@ -16,6 +16,7 @@ from typing import Any
 from pearl.rl.envs.directions import ACTIONS, INVALID, MOVES, read_answer
 
 SYSTEM_PROMPT = "Push every $ onto a . (you are @, # is wall). Reply <answer>Left</answer>, Down, Right or Up."
+CELLS = "#-.$*@+"
 DRAWS = 200
 """So many rooms are drawn for a level before one counts as impossible; nearly all do at the first try."""
 
@@ -85,10 +86,9 @@ class Sokoban:
 
     @property
     def words(self) -> Sequence[str]:
-        """The system prompt, pairs of cells (which a row is spelled with), the actions and their tags."""
-        pairs = [first + second for first in "#-.$*@+" for second in "#-.$*@+\n"]
+        """The system prompt, what rows are spelled with, the actions and their tags."""
         prompt = (self.system_prompt,) if self.system_prompt else ()
-        return (*prompt, *pairs, *ACTIONS, "<answer>", "</answer>", INVALID)
+        return (*prompt, *row_words(self._kind[0]), *ACTIONS, "<answer>", "</answer>", INVALID)
 
     def reset(self, seed: int) -> tuple[str, dict]:
         self._level = level = self.level_of(seed)
@@ -129,6 +129,13 @@ class Sokoban:
     def _grid(self) -> str:
         assert self._level is not None
         return drawn(self._level, self._player, self._boxes)
+
+
+def row_words(size: int) -> list[str]:
+    """A row of walls, and cells by twos, together with the wall that they are next to: two words are a row of six cells."""
+    pairs = [first + second for first in CELLS for second in CELLS]
+    right = [f"{cells}#\n" for cells in ("", *CELLS, *pairs)]
+    return ["#" * size + "\n", *(f"#{pair}" for pair in pairs), *right, *pairs]
 
 
 def moved(level: Level, player: Cell, boxes: frozenset[Cell], number: int) -> tuple[Cell, frozenset[Cell]]:
