@@ -65,10 +65,12 @@ class Grid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """(batch, context, seconds) of decode steps, (new, prefix, seconds) of prefills."""
+    """(batch, context, seconds) of decode steps, (new, prefix, seconds) of prefills, and (batch, context, new, seconds) of steps
+    that do both."""
 
     decode: tuple[tuple[float, float, float], ...]
     prefill: tuple[tuple[float, float, float], ...]
+    mixed: tuple[tuple[float, float, float, float], ...] = ()
 
 
 class Measuring:
@@ -96,22 +98,39 @@ class Measuring:
             for prefix in grid.prefixes:
                 seconds = statistics.median(self._prefill(new, prefix) for _ in range(grid.rounds))
                 prefill.append((float(new), float(prefix), seconds))
-        return Measured(decode=tuple(decode), prefill=tuple(prefill))
+        batch, context = sorted(grid.batches)[len(grid.batches) // 2], min(grid.contexts)
+        mixed = [(float(batch), context + grid.steps / 2, float(new), self._mixed(batch, context, new)) for new in grid.new]
+        return Measured(decode=tuple(decode), prefill=tuple(prefill), mixed=tuple(mixed))
 
     def _decode(self, batch: int, context: int) -> float:
         """Median seconds of a step in which `batch` sequences of about `context` tokens decode."""
-        engine, params = self.engine, _params(self.grid.steps + 2)
-        names = [engine.add_request(self.ids(context), params) for _ in range(batch)]
+        names, took = self._decoding(batch, context), []
+        while self.engine.stats().running == batch and len(took) < self.grid.steps:
+            took.append(self._timed(self.engine.step_updates))
+        self._abort(names)
+        return statistics.median(took)
+
+    def _mixed(self, batch: int, context: int, new: int) -> float:
+        """Median seconds of a step in which `batch` sequences decode while a prompt of `new` tokens is computed."""
+        names, took = self._decoding(batch, context), []
+        while self.engine.stats().running >= batch and len(took) < self.grid.steps:
+            self.engine.add_request(self.ids(new), _params(1))
+            took.append(self._timed(self.engine.step_updates))
+        self._abort(names)
+        return statistics.median(took)
+
+    def _decoding(self, batch: int, context: int) -> list[str]:
+        """Requests that have got their first token."""
+        names = [self.engine.add_request(self.ids(context), _params(self.grid.steps + 2)) for _ in range(batch)]
         waiting = set(names)
         while waiting:
-            waiting -= {update.request_id for update in engine.step_updates() if update.token_ids}
-        took = []
-        while engine.stats().running == batch and len(took) < self.grid.steps:
-            took.append(self._timed(engine.step_updates))
+            waiting -= {update.request_id for update in self.engine.step_updates() if update.token_ids}
+        return names
+
+    def _abort(self, names: list[str]) -> None:
         for name in names:
-            engine.abort(name)
-        _drain(engine)
-        return statistics.median(took)
+            self.engine.abort(name)
+        _drain(self.engine)
 
     def _prefill(self, new: int, prefix: int) -> float:
         """Seconds of the step that computes `new` tokens behind a cached prefix and samples one."""
@@ -185,13 +204,23 @@ def fitted(measured: Measured) -> tuple[DecodeCost, PrefillCost, float]:
     return cost, prompt, max(decode_error, prefill_error)
 
 
+def mixing_of(measured: Measured, decode: DecodeCost, prefill: PrefillCost) -> float:
+    """Share of the smaller part that a step which does both pays for on top of the larger, as `sched.sim.pricing` prices it."""
+    shares = []
+    for batch, context, new, seconds in measured.mixed:
+        parts = sorted((float(decode.seconds(batch, context)), float(prefill.seconds(new, 0.0))))
+        shares.append((seconds - parts[1]) / parts[0])
+    return min(1.0, max(0.0, statistics.median(shares))) if shares else 1.0
+
+
 def measure(
     config: EngineConfig, name: str, gpu: str, grid: Grid, timer: Timer = time.perf_counter
 ) -> tuple[CostProfile, float]:
     """The profile of an engine of these settings (`model` is a ModelConfig), and the largest error of its step times."""
     measuring = Measuring(lambda role: Engine(replace(config, role=role), text=False), config.model.vocab_size, grid, timer)
     engine = measuring.engine
-    decode, prefill, error = fitted(measuring.steps())
+    measured = measuring.steps()
+    decode, prefill, error = fitted(measured)
     bytes_per_token = float(engine.model_config.kv_bytes_per_token)
     base_s, rate = measuring.transfer(bytes_per_token)
     profile = CostProfile(
@@ -202,6 +231,7 @@ def measure(
         kv_capacity_tokens=float(engine.stats().total_blocks * config.block_size),
         transfer_bytes_per_s=rate,
         transfer_base_s=base_s,
+        mixing=mixing_of(measured, decode, prefill),
         max_batch=float(max(grid.batches)),
         max_context=float(max(grid.contexts)),
         source=f"measured on one {platform.machine()} machine: {len(grid.batches) * len(grid.contexts)} decode points",
@@ -252,6 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     d, p = profile.decode, profile.prefill
     print(f"  decode step  {_formula(d.base_s, ('n', d.per_seq_s), ('n c', d.per_context_s))}")
     print(f"  prefill      {_formula(p.base_s, ('new', p.per_token_s), ('new (prefix + new/2)', p.per_pair_s))}")
+    print(f"  both         the larger + {profile.mixing:.2f} of the smaller")
     for kind in CHANGES:
         print(f"  {kind:<12} {getattr(profile, kind).fixed_s * 1e3:.3f} ms")
     return 0

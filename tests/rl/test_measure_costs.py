@@ -8,7 +8,7 @@ import pytest
 
 from pearl.config import EngineConfig, ModelOptions
 from pearl.rl import measure_costs
-from pearl.rl.measure_costs import Grid, Measured, fitted, fresh_model
+from pearl.rl.measure_costs import Grid, Measured, fitted, fresh_model, mixing_of
 from pearl.sched.cost_profile import read_profiles
 
 SMALL = Grid(batches=(1, 4, 16), contexts=(32, 160), new=(16, 64, 128), prefixes=(0, 64), steps=6, rounds=1)
@@ -21,6 +21,10 @@ def test_the_fit_finds_the_coefficients_that_made_the_times() -> None:
     assert (cost.base_s, cost.per_seq_s, cost.per_context_s) == pytest.approx((1e-3, 2e-5, 3e-8), rel=1e-4)
     assert (prompt.base_s, prompt.per_token_s, prompt.per_pair_s) == pytest.approx((2e-3, 4e-6, 5e-9), rel=1e-3)
     assert error < 1e-4
+    both = tuple((8.0, 100.0, n, 1e-3 * 0.5 + float(prompt.seconds(n, 0.0))) for n in (64.0, 256.0))
+    share = mixing_of(Measured(decode=(), prefill=(), mixed=both), cost, prompt)
+    assert share == pytest.approx(0.5e-3 / float(cost.seconds(8.0, 100.0)), rel=1e-3)
+    assert mixing_of(Measured(decode=(), prefill=()), cost, prompt) == 1.0, "nothing known: all of it"
 
 
 def test_an_engine_is_measured() -> None:
