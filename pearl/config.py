@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from pearl.emulation_options import EMULATED
+from pearl.emulation_options import EmulationOptions as EmulationOptions
 from pearl.field_checks import above_zero as above_zero
 from pearl.field_checks import at_least as at_least
 from pearl.field_checks import one_of as one_of
@@ -221,9 +223,9 @@ class Config:
     synchronous, and None means 0 for one rank (which takes turns) and 1 for more. `save_steps` (a checkpoint to resume from,
     the last `keep_checkpoints` are kept) and `eval_steps`: every so many steps, 0 for never; the final policy is always
     saved. `trace` writes trace.json for ui.perfetto.dev; `check_weights` compares trainer and engines bit by bit after each
-    publication, and ends the run if they differ. `device`: "auto", or "emulated:PROFILE" for workers without a model, whose
-    steps take as long as the cost profile says. `chosen` names the settings that `resolve` filled in for one number of ranks;
-    see `unresolved`.
+    publication, and ends the run if they differ. `device`: "emulated:PROFILE" runs the job without any device, at the pace of
+    a cost profile and with tokens drawn at random (docs/elasticity.md). `chosen` names the settings that `resolve` filled in
+    for one number of ranks; see `unresolved`.
     """
 
     recipe: str = ""
@@ -255,6 +257,7 @@ class Config:
     expand: ExpandSettings = field(default_factory=ExpandSettings)
     sched: SchedOptions = field(default_factory=SchedOptions)
     elastic: ElasticOptions = field(default_factory=ElasticOptions)
+    emulation: EmulationOptions = field(default_factory=EmulationOptions)
     chosen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -263,14 +266,21 @@ class Config:
         if self.engine.tensor_parallel != 1:
             several = f"engine.tensor_parallel={self.engine.tensor_parallel}"
             raise ValueError(f"{several}: a job serves with engines of 1 rank in this release; LLM takes more")
-        if self.device != "auto" and not (self.device.startswith("emulated:") and self.device[9:]):
-            raise ValueError(f"device={self.device!r}: must be auto or emulated:PROFILE")
         above_zero(self.rollout, "rollout", "temperature")
+        if self.device != "auto" and not self.emulated:
+            raise ValueError(f"device={self.device!r}: must be auto or emulated:PROFILE")
+        if self.emulated is not None and self.check_weights:
+            raise ValueError(f"check_weights={self.check_weights}: must be false with device={self.device!r}, there are none")
         at_least(self, "", 0, "seed", "save_steps", "eval_steps", whole=True)
         if not isinstance(self.output_dir, str) or not self.output_dir.strip():
             raise ValueError(f"output_dir={self.output_dir!r}: must be the name of a folder, for example runs")
         if self.max_staleness is not None:
             at_least(self, "", 0, "max_staleness")
+
+    @property
+    def emulated(self) -> str | None:
+        """The cost profile of a job without devices; None for one with them."""
+        return self.device.removeprefix(EMULATED) if self.device.startswith(EMULATED) else None
 
 
 def nearest_multiples(value: int, of: int) -> str:
@@ -301,6 +311,8 @@ def resolve(config: Config, world: int) -> Config:
     staleness = (0 if world == 1 else 1) if c.max_staleness is None else c.max_staleness
     automatic = {"max_staleness": c.max_staleness, "cluster.train_ranks": c.cluster.train_ranks}
     chosen = tuple(name for name, value in automatic.items() if value is None or name in c.chosen)
+    if c.emulated is not None:  # nothing is learned, so that nothing has to be warmed up
+        c = replace(c, warmup=replace(c.warmup, steps=0))
     return replace(c, chosen=chosen, max_staleness=staleness, cluster=replace(c.cluster, train_ranks=train_ranks))
 
 

@@ -108,7 +108,8 @@ def run(argv: list[str]) -> int:
     if job.notice:
         print(f"pearl run: {job.notice}", file=sys.stderr, flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's launcher would say that it does so
-    launcher = [sys.executable, "-m", "pearl.rl.launcher", str(job.layout.world), *rank_arguments(arguments), "--tried"]
+    module = "pearl.rl.launcher" if job.config.emulated is None else "pearl.rl.plain_launcher"
+    launcher = [sys.executable, "-m", module, str(job.layout.world), *rank_arguments(arguments), "--tried"]
     os.execv(sys.executable, launcher)
 
 

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pearl import config as configuration
 from pearl.config import Config
@@ -170,15 +170,10 @@ class Launch:
         return folder
 
     def _build(self, address_fd: int | None) -> RankLoop:
-        """WORLD, its groups, the control thread, and this rank's trainer and engine."""
-        import torch
-
-        from pearl.rl import world
-
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        """Where the ranks find each other, the control thread, and this rank's trainer and engine."""
         timeouts, layout = self.config.timeouts, self.job.layout
         try:
-            store = world.join(timeouts.start_s, self.watch.missing)  # timeouts.join_s is the watch's: it knows pauses
+            store = self._meet()
         except (RuntimeError, ValueError) as error:
             raise LaunchError(f"the {layout.world} ranks did not find each other: {error}") from None
         if self.rank == 0 and address_fd is not None:
@@ -188,9 +183,7 @@ class Launch:
         self.control = ControlThread(store.get("controller").decode(), self.rank, timeouts, self._show, self.controller)
         self.control.start()
         self.control.send(Hello(rank=self.rank, pid=os.getpid(), host=socket.gethostname(), roles=layout.roles(self.rank)))
-        lend = self.config.borrow.workers not in ("none", "0")
-        groups = world.make_groups(layout, self.rank, timeouts.command_s, store, lend=lend)
-        parts = world.build_parts(self.config, layout, self.rank, groups, self._model_folder(), store)
+        parts = self._parts(store)
         length = parts.engine.max_model_len if parts.engine is not None else 0
         pulls = f"{parts.pulls.host}:{parts.pulls.port}" if parts.pulls is not None else ""
         if pulls:
@@ -209,6 +202,34 @@ class Launch:
             fetcher=parts.fetcher,
             block_size=self.config.engine.block_size,
         )
+
+    def _meet(self) -> Any:
+        """A store of what rank 0 tells the others: WORLD's, or without devices that of pipes from the launcher."""
+        timeouts = self.config.timeouts
+        if self.config.emulated is not None:
+            from pearl.rl.emulated import Meeting
+
+            self.watch.missing([])
+            return Meeting(self.rank, timeouts.start_s)
+        import torch
+
+        from pearl.rl import world
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        return world.join(timeouts.start_s, self.watch.missing)  # timeouts.join_s is the watch's: it knows pauses
+
+    def _parts(self, store: Any) -> Any:
+        """Trainer, engine and publisher of this rank."""
+        layout = self.job.layout
+        if self.config.emulated is not None:
+            from pearl.rl import emulated
+
+            return emulated.build_parts(self.config, layout, self.rank, self._model_folder())
+        from pearl.rl import world
+
+        lend = self.config.borrow.workers not in ("none", "0")
+        groups = world.make_groups(layout, self.rank, self.config.timeouts.command_s, store, lend=lend)
+        return world.build_parts(self.config, layout, self.rank, groups, self._model_folder(), store)
 
     def _read_address(self, fd: int) -> str:
         timeout_s = self.config.timeouts.join_s

@@ -15,9 +15,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-RANK_MODULE = "pearl.rl.launch"
-OURS = (signal.SIGTERM,)
-"""What torch's launcher ends the other ranks with when one has failed."""
+from pearl.rl.plain_launcher import OURS, RANK_MODULE, exit_code
 
 
 def main(argv: list[str]) -> int:
@@ -39,18 +37,6 @@ def main(argv: list[str]) -> int:
     except SignalException as error:
         return 128 + error.sigval
     return 0
-
-
-def exit_code(codes: Mapping[int, int]) -> int:
-    """The job's, from those of the ranks that failed (negative: killed by that signal), as a shell has it.
-
-    A rank that was killed from outside is the cause of whatever the others say; else rank 0 speaks for all.
-    """
-    killed = [-code for code in codes.values() if code < 0 and -code not in OURS]
-    if killed:
-        return 128 + killed[0]
-    code = codes.get(0) or next(iter(codes.values()))
-    return code if code > 0 else 128 - code
 
 
 def _tell(codes: Mapping[int, int], failures: Mapping[int, Any]) -> None:

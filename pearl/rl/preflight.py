@@ -19,6 +19,7 @@ from pearl.config import Config, check_lengths
 from pearl.engine.models import config as model_config
 from pearl.engine.tokenizer import Tokenizer
 from pearl.rl import fresh_model
+from pearl.rl.emulated import profile_of
 from pearl.rl.envs import registry
 from pearl.rl.envs.base import Environment, example_of, has_random_player, system_prompt_of, words_of
 from pearl.rl.rollout import opening
@@ -40,6 +41,8 @@ def check(config: Config, *, new_run: bool = True, machine: bool = True) -> None
     if config.warmup.steps and not has_random_player(registry.class_of(config.env.name)):
         missing = f"{config.env.name} has no random_valid_action(rng) -> str, which the warm-up plays with"
         raise ValueError(f"warmup.steps={config.warmup.steps}: {missing}; write one, or set warmup.steps=0")
+    if config.emulated is not None:
+        profile_of(config.emulated)
     if not machine:
         return
     _check_device(config.engine.device)
@@ -97,7 +100,8 @@ def _check_model(config: Config, path: str) -> None:
     if not _has_chat_template(folder):
         where = "chat_template in tokenizer_config.json, or chat_template.jinja"
         raise ValueError(f"model.path={path!r}: has no chat template ({where}); take the instruct or chat model of the family")
-    _check_weights(path, folder)
+    if config.emulated is None:
+        _check_weights(path, folder)
 
 
 def _has_chat_template(folder: Path) -> bool:

@@ -1,0 +1,202 @@
+"""The parts of a rank that has no device: engine, trainer and publisher that take the time which their work would cost.
+
+Owns what a cost profile means for them. It decides nothing: the main loop, the control thread, the controller, environments
+and books are those of any job. Invariants: every wait is the profile's price times `emulation.slowdown`; nothing is learned
+and no weights exist, so versions are numbers. Torch-free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import select
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pearl.config import Config, EmulationOptions
+from pearl.engine.emulated import EmulatedEngine, Speech
+from pearl.engine.models.config import ModelConfig, from_folder
+from pearl.engine.request import SchedulerOutput
+from pearl.protocol import TrainStep
+from pearl.rl.layout import JobLayout
+from pearl.rl.plain_launcher import MEETING
+from pearl.sched.cost_profile import CostProfile, read_profiles
+from pearl.sched.published import qwen3_8b_h800, qwen3_30b_a3b_h800
+from pearl.sched.sim.pricing import price
+
+SHIPPED: dict[str, Callable[[], CostProfile]] = {"qwen3-8b-h800": qwen3_8b_h800, "qwen3-30b-a3b-h800": qwen3_30b_a3b_h800}
+"""Cost profiles by the name that `device` calls them by."""
+
+
+def profile_of(name: str) -> CostProfile:
+    """A shipped profile by its name, or the only one of a file. ValueError says what there is."""
+    if name in SHIPPED:
+        return SHIPPED[name]()
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(f"device='emulated:{name}': must be one of {', '.join(SHIPPED)}, or a file of cost profiles")
+    profiles = read_profiles(path)
+    if len(profiles) != 1:
+        raise ValueError(f"device='emulated:{name}': has {len(profiles)} cost profiles, must have 1")
+    return profiles[0]
+
+
+class ProfileCosts:
+    """A cost profile as an emulated engine asks for it, in seconds that are to pass here."""
+
+    def __init__(self, profile: CostProfile, slowdown: float) -> None:
+        self._profile, self._slowdown = profile, slowdown
+
+    def step_s(self, output: SchedulerOutput) -> float:
+        return self._slowdown * price(output, self._profile).seconds
+
+    def host_s(self) -> float:
+        return self._slowdown * self._profile.step_overhead_s
+
+    def transfer_s(self, tokens: int) -> float:
+        seconds = self._profile.transfer_base_s + tokens * self._profile.kv_bytes_per_token / self._profile.transfer_bytes_per_s
+        return self._slowdown * seconds
+
+    def change_s(self, kind: str) -> float:
+        return self._slowdown * float(getattr(self._profile, kind).seconds(1))
+
+
+class EmulatedTrainer:
+    """Takes as long as training would. `Checkpoint` and `Export` write what there is: how often it has trained."""
+
+    def __init__(self, options: EmulationOptions, ranks: int, pause: Callable[[float], None] = time.sleep) -> None:
+        self._options, self._ranks, self._pause = options, ranks, pause
+        self.steps = 0
+
+    def train_step(self, command: TrainStep) -> dict[str, Any]:
+        tokens = sum(len(sequence.token_ids) for sequence in command.sequences)
+        self._pause(self._options.slowdown * self._options.train_token_s * tokens / self._ranks)
+        self.steps += 1
+        sampled = sum(sum(sequence.loss_mask) for sequence in command.sequences)
+        return {"tokens": tokens, "trained_tokens": sampled}
+
+    def set_reference(self) -> None:
+        """There is no policy to keep."""
+
+    def sleep(self) -> int:
+        """What putting it aside costs is part of waking the engine."""
+        return 0
+
+    def wake(self) -> None:
+        """As `sleep`."""
+
+    def save(self, path: str) -> None:
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "emulated.json").write_text(json.dumps({"steps": self.steps}) + "\n")
+
+    save_state = save
+
+    def load_state(self, path: str) -> None:
+        self.steps = int(json.loads((Path(path) / "emulated.json").read_text())["steps"])
+
+
+class EmulatedPublisher:
+    """This rank's part in a publication: a wait, after which its engine, if it has one, serves the version."""
+
+    def __init__(self, engine: EmulatedEngine | None, seconds: float) -> None:
+        self._engine, self._seconds = engine, seconds
+        self._version, self._began = -1, 0.0
+
+    def begin(self, version: int) -> None:
+        self._version, self._began = version, time.perf_counter()
+
+    def poll(self) -> dict[str, Any] | None:
+        seconds = time.perf_counter() - self._began
+        if seconds < self._seconds:
+            return None
+        if self._engine is not None and self._engine.weight_version < self._version:
+            self._engine.take_version(self._version)
+        return {"seconds": seconds, "bytes": 0.0, "commit_s": 0.0}
+
+    def wait(self, timeout_s: float) -> dict[str, Any]:
+        """`timeout_s` is not needed: the wait has an end of its own."""
+        time.sleep(max(0.0, self._seconds - (time.perf_counter() - self._began)))
+        metrics = self.poll()
+        assert metrics is not None
+        return metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulatedParts:
+    """As `world.Parts`."""
+
+    trainer: EmulatedTrainer | None
+    engine: EmulatedEngine | None
+    publisher: EmulatedPublisher
+    pulls: None = None
+
+
+def build_parts(config: Config, layout: JobLayout, rank: int, folder: Path) -> EmulatedParts:
+    """Trainer, engine and publisher of a rank."""
+    options = config.emulation
+    trainer = EmulatedTrainer(options, len(layout.training)) if rank in layout.training else None
+    engine = build_engine(config, folder) if rank in layout.serving else None
+    publisher = EmulatedPublisher(engine, options.slowdown * options.publish_s)
+    return EmulatedParts(trainer=trainer, engine=engine, publisher=publisher)
+
+
+def build_engine(config: Config, folder: Path) -> EmulatedEngine:
+    """An engine for the model of a folder, of which only vocabulary and longest context matter."""
+    profile = profile_of(config.emulated or "")
+    model = from_folder(folder)
+    blocks = config.engine.num_blocks or max(1, int(profile.kv_capacity_tokens // config.engine.block_size))
+    mean = min(config.emulation.turn_tokens, config.rollout.max_tokens)
+    return EmulatedEngine(
+        dataclasses.replace(config.engine, num_blocks=blocks, model=str(folder)),
+        costs=ProfileCosts(profile, config.emulation.slowdown),
+        speech=Speech(alphabet=alphabet_of(folder, model), mean_tokens=mean),
+        max_model_len=config.engine.max_model_len or model.max_position,
+        vocab_size=model.vocab_size,
+    )
+
+
+def alphabet_of(folder: Path, model: ModelConfig) -> tuple[int, ...]:
+    """Ids that an emulated policy says: the environment's words, if the tokenizer was made with them, else all but specials."""
+    added = json.loads((folder / "tokenizer.json").read_text()).get("added_tokens", [])
+    words = tuple(token["id"] for token in added if not token.get("special"))
+    if words:
+        return words
+    specials = {token["id"] for token in added}
+    return tuple(token_id for token_id in range(model.vocab_size) if token_id not in specials)
+
+
+class Meeting:
+    """Where the ranks of a job without WORLD find each other: what rank 0 sets, the others get; by pipes of their launcher."""
+
+    def __init__(self, rank: int, timeout_s: float) -> None:
+        self._rank, self._timeout_s = rank, timeout_s
+        self._pipes = [int(part) for part in os.environ.get(MEETING, "").split(",") if part]
+        self._known: dict[str, bytes] = {}
+        self._read = b""
+
+    def set(self, key: str, value: str) -> None:
+        """Tells all others."""
+        self._known[key] = value.encode()
+        for pipe in self._pipes if self._rank == 0 else ():
+            os.write(pipe, msgspec.json.encode([key, value]) + b"\n")
+
+    def get(self, key: str) -> bytes:
+        """What rank 0 set. RuntimeError if that takes too long, or rank 0 has ended."""
+        deadline = time.monotonic() + self._timeout_s
+        while key not in self._known:
+            ready, _, _ = select.select(self._pipes, [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RuntimeError(f"waited timeouts.start_s={self._timeout_s:g} s for rank 0 to say {key!r}")
+            came = os.read(self._pipes[0], 65536)
+            if not came:
+                raise RuntimeError("rank 0 has ended")
+            *lines, self._read = (self._read + came).split(b"\n")
+            self._known |= {name: value.encode() for name, value in map(msgspec.json.decode, lines)}
+        return self._known[key]
