@@ -147,6 +147,50 @@ def build_parts(config: Config, layout: JobLayout, rank: int, folder: Path) -> E
     return EmulatedParts(trainer=trainer, engine=engine, publisher=publisher)
 
 
+class EmulatedFetcher:
+    """The way to a newer version: a wait of `seconds`."""
+
+    def __init__(self, engine: EmulatedEngine, seconds: float) -> None:
+        self._engine, self._seconds = engine, seconds
+        self._version, self._began = -1, 0.0
+
+    def begin(self, version: int, pulls: list[str]) -> None:
+        self._version, self._began = version, time.perf_counter()
+
+    def poll(self) -> dict[str, Any] | None:
+        seconds = time.perf_counter() - self._began
+        if seconds < self._seconds:
+            return None
+        if self._engine.weight_version < self._version:
+            self._engine.take_version(self._version)
+        return {"seconds": seconds, "bytes": 0.0, "commit_s": 0.0}
+
+    def cancel(self) -> None:
+        self._version = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulatedExternal:
+    """As `external_parts.ExternalParts`."""
+
+    engine: EmulatedEngine
+    fetcher: EmulatedFetcher
+    seconds: float
+    pulls: str = ""
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+def build_external(config: Config, folder: Path, start: float) -> EmulatedExternal:
+    """An external worker's parts, after the time that preparing one takes."""
+    options, profile = config.emulation, profile_of(config.emulated or "")
+    engine = build_engine(config, folder)
+    time.sleep(options.slowdown * float(profile.prepare.seconds(1)))
+    fetcher = EmulatedFetcher(engine, options.slowdown * options.publish_s)
+    return EmulatedExternal(engine=engine, fetcher=fetcher, seconds=time.perf_counter() - start)
+
+
 def build_engine(config: Config, folder: Path) -> EmulatedEngine:
     """An engine for the model of a folder, of which only vocabulary and longest context matter."""
     profile = profile_of(config.emulated or "")

@@ -1,0 +1,198 @@
+"""An external worker: `python -m pearl.rl.join ADDRESS [--notice SECONDS]` joins a running job, serves, and leaves when told.
+
+Owns the worker's life: asking to be let in, building an engine when the job wants one, the main loop, leaving, and looking for
+a job that vanished. What it serves, and how, the job says. Invariants: its end costs the job nothing but itself; it ends within
+its notice after a signal; a job that is not heard of for `elastic.reconnect_s` ends it.
+
+Exit codes: 0 the job ended well, or the worker left in order; 1 the job refused it, or vanished; 2 for a wrong command line.
+torch is loaded only if the job has devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from pearl import config as configuration
+from pearl.config import Config, ElasticOptions
+from pearl.protocol import Done, Joined, Leave, Leaving, Prepare, Ready, Stop
+from pearl.rl import process
+from pearl.rl.link import EXIT_LOST, Address, Link
+from pearl.rl.rank import RankLoop, report_failure
+
+EXIT_USAGE = 2
+PAUSE_S = 1.0
+"""Between two tries to find the job."""
+POLL_S = 0.5
+ASKING = 2.0
+"""How many times `silence_s` an answer to asking is waited for."""
+
+
+class External:
+    """One worker. `run` returns its exit code; `interrupted` may come from any thread."""
+
+    def __init__(self, address: Address, *, notice_s: float | None, gpus: list[str]) -> None:
+        self._address, self._notice_s, self._gpus = address, notice_s, gpus
+        self._options = ElasticOptions()
+        self._link: Link | None = None
+        self._rank = -1
+        self._leaving = False
+
+    def run(self) -> int:
+        """Serves one job after the other that is found at the address, until one lets it go or none is found any more."""
+        looked_since = time.monotonic()
+        while True:
+            code, served = self._membership()
+            if code is not None:
+                return code
+            looked_since = time.monotonic() if served else looked_since
+            if time.monotonic() - looked_since > self._options.reconnect_s:
+                _say(f"no job at {self._address.host}:{self._address.port} for {self._options.reconnect_s:g} s")
+                return 1
+            time.sleep(PAUSE_S)
+
+    def interrupted(self, signum: int) -> None:
+        """SIGINT or SIGTERM: tells the job, which lets go in time; without a job, or the second time, the end is at once."""
+        link = self._link
+        joined = link is not None and isinstance(link.answer, Joined) and not link.lost
+        if self._leaving or not joined or link is None:
+            process.leave(128 + signum if self._leaving else 0)
+        self._leaving = True
+        notice_s = self._options.notice_s if self._notice_s is None else self._notice_s
+        _say(f"{signal.Signals(signum).name}: leaving within {notice_s:g} s")
+        link.send(Leaving(rank=self._rank, notice_s=notice_s))
+        timer = threading.Timer(notice_s, lambda: process.leave(0))
+        timer.daemon = True
+        timer.start()
+
+    # ------------------------------------------------------------------------------------------------ one membership
+
+    def _membership(self) -> tuple[int | None, bool]:
+        """(exit code or None: look again, whether the job had let it in)."""
+        link = self._link = Link(self._address, self._options.silence_s, self._gpus)
+        link.start()
+        try:
+            link.answered.wait(ASKING * self._options.silence_s)
+            answer = link.answer
+            if answer is None or link.lost:
+                return None, False
+            if not isinstance(answer, Joined):
+                _say(f"refused: {answer.reason}")
+                return 1, False
+            return self._serve(link, answer), True
+        finally:
+            link.close()
+
+    def _serve(self, link: Link, joined: Joined) -> int | None:
+        """The exit code, or None if the job has vanished."""
+        config = configuration.from_json(joined.config)
+        self._options, self._rank, link.silence_s = config.elastic, joined.rank, config.elastic.silence_s
+        _say(f"joined as member {joined.rank}")
+        order = _first_order(link, joined.rank)
+        if isinstance(order, Stop):
+            return self._ended(order)
+        try:
+            parts = _build(config, joined, self._address)
+        except Exception as error:  # the job goes on without this worker, and hears why
+            report_failure(link, joined.rank, error)
+            _say(f"failed: {type(error).__name__}: {error}")
+            return 1
+        with contextlib.closing(parts):
+            engine = parts.engine
+            blocks = engine.stats().total_blocks
+            tokens = blocks * config.engine.block_size
+            link.send(Ready(rank=joined.rank, max_model_len=engine.max_model_len, pulls=parts.pulls, kv_tokens=tokens))
+            link.send(Done(rank=joined.rank, number=order.number, seconds=parts.seconds))
+            loop = RankLoop(
+                rank=joined.rank,
+                control=link,
+                engine=engine,
+                trainer=None,
+                publisher=NoPublisher(),
+                publish_timeout_s=config.timeouts.command_s,
+                fetcher=parts.fetcher,
+                block_size=config.engine.block_size,
+            )
+            code = loop.run()
+        if loop.traceback:
+            print(loop.traceback, file=sys.stderr, flush=True)
+            return 1
+        return self._ended(Stop(number=-1, reason=loop.stop_reason, exit_code=code))
+
+    def _ended(self, stop: Stop) -> int | None:
+        _say(stop.reason)
+        if self._leaving:
+            return 0
+        return 0 if stop.exit_code == 0 else None
+
+
+class NoPublisher:
+    """An external worker has no part in publications."""
+
+    def begin(self, version: int) -> None:
+        raise RuntimeError(f"publishing version {version}: an external worker has no part in it")
+
+    def poll(self) -> dict[str, Any] | None:
+        return None
+
+    def wait(self, timeout_s: float) -> dict[str, Any]:
+        return {}
+
+
+def _first_order(link: Link, rank: int) -> Prepare | Stop:
+    """Waits until the job wants an engine, or the end of the membership."""
+    while True:
+        for message in link.take(POLL_S):
+            if isinstance(message, Leave):
+                link.send(Done(rank=rank, number=message.number, seconds=0.0))
+                return Stop(number=message.number, reason="told to leave", exit_code=0)
+            if isinstance(message, Prepare | Stop):
+                return message
+
+
+def _build(config: Config, joined: Joined, address: Address) -> Any:
+    """Engine, the way to weights, and where others can have them; of a kind that fits the job."""
+    start = time.perf_counter()
+    folder = Path(joined.model_folder)
+    if config.emulated is not None:
+        from pearl.rl import emulated
+
+        return emulated.build_external(config, folder, start)
+    from pearl.rl import external_parts
+
+    return external_parts.build(config, folder, name=f"member {joined.rank}", host=address.own_host(), start=start)
+
+
+def _say(text: str) -> None:
+    print(f"pearl join: {text}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line."""
+    options = argparse.ArgumentParser(prog="python -m pearl.rl.join", allow_abbrev=False, description=(__doc__ or "").split("\n")[0])
+    options.add_argument("address", metavar="ADDRESS", help="HOST:PORT/TOKEN, as the job prints it and its run directory has it")
+    options.add_argument("--notice", type=float, metavar="SECONDS", help="what is left after SIGTERM (default: the job's)")
+    options.add_argument("--gpus", default="", metavar="NAMES", help="names of this worker's GPUs, by commas (default: its own)")
+    given = options.parse_args(argv)
+    try:
+        address = Address.parse(given.address)
+        if given.notice is not None and not given.notice > 0:
+            raise ValueError(f"--notice {given.notice}: must be > 0")
+    except ValueError as error:
+        print(f"pearl join: error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    worker = External(address, notice_s=given.notice, gpus=[name for name in given.gpus.split(",") if name])
+    process.on_signals(worker.interrupted)
+    return worker.run()
+
+
+if __name__ == "__main__":
+    process.leave(main())

@@ -1,0 +1,182 @@
+"""The connection of an external worker to a job: it asks to join, answers heartbeats, and says when the job is not heard of.
+
+Owns the worker's socket and the watch over the job's silence. It does not interpret orders: they go into `inbox` in the order
+of arrival. Invariants: a link is for one membership, under a name that nobody can guess; once it is lost it stays so, and the
+main loop is told by a `Stop`; no wait is without a limit. Torch-free.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import queue
+import re
+import secrets
+import socket
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import zmq
+
+from pearl.channel import ChannelError, Client
+from pearl.protocol import Event, Join, Joined, Notice, Ping, Pong, Refused, Status, StepReport, Stop, ToRank
+from pearl.rl.heartbeat import LONGEST_GAP_S
+
+POLL_MS = 200
+ASK_EVERY_S = 2.0
+"""How often it is asked to be let in: what was asked before the job was there may be lost."""
+EXIT_LOST = 75
+"""Of the `Stop` with which a link says that the job is not heard of any more (EX_TEMPFAIL of sysexits.h)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a job takes workers in: "HOST:PORT/TOKEN"."""
+
+    host: str
+    port: int
+    token: str
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """ValueError says what it should look like."""
+        found = re.fullmatch(r"(?:tcp://)?([^\s/:]+):(\d{1,5})/(\w+)", text.strip())
+        if found is None or not 0 < int(found[2]) < 65536:
+            raise ValueError(f"ADDRESS {text!r}: must be HOST:PORT/TOKEN, as the job prints it")
+        return cls(host=found[1], port=int(found[2]), token=found[3])
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}/{self.token}"
+
+    def own_host(self) -> str:
+        """The address of this machine by which the job's machine reaches it, as the way there shows."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent: it only chooses the way
+            probe.connect((self.host, self.port))
+            return str(probe.getsockname()[0])
+
+
+class Link(threading.Thread):
+    """`answer` says how asking went, once it went; `take` and `send` are what a `RankLoop` needs."""
+
+    def __init__(self, address: Address, silence_s: float, gpus: list[str]) -> None:
+        super().__init__(name="link", daemon=True)
+        self.inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self.answered = threading.Event()
+        self.answer: Joined | Refused | None = None
+        self.lost = ""
+        """Why the job is not heard of any more."""
+        self._address, self.silence_s = address, silence_s
+        self._join = Join(token=address.token, pid=os.getpid(), host=socket.gethostname(), gpus=gpus)
+        self._outbox: collections.deque[bytes] = collections.deque()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_writer, False)
+        os.set_blocking(self._wake_reader, False)
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+
+    # ------------------------------------------------------------------------------------------------ other threads
+
+    def send(self, event: Event) -> None:
+        """Queues an event for the job; from any thread."""
+        with self._lock:
+            self._outbox.append(self._encoder.encode(event))
+        self._wake()
+
+    def take(self, timeout_s: float) -> list:
+        """What has arrived for the main loop; waits up to `timeout_s` for the first of it."""
+        messages = []
+        with contextlib.suppress(queue.Empty):
+            messages.append(self.inbox.get(timeout=timeout_s) if timeout_s > 0 else self.inbox.get_nowait())
+            while True:
+                messages.append(self.inbox.get_nowait())
+        return messages
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Sends what is queued and ends the thread."""
+        self._closing.set()
+        self._wake()
+        self.join(timeout_s)
+        if not self.is_alive():
+            for end in (self._wake_reader, self._wake_writer):
+                os.close(end)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups already
+            os.write(self._wake_writer, b"x")
+
+    # ------------------------------------------------------------------------------------------------ this thread
+
+    def run(self) -> None:
+        try:
+            self._run()
+        except Exception as error:  # a fault of ours: the worker must not wait for ever
+            traceback.print_exc()
+            self._lose(f"{type(error).__name__}: {error}")
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        client = Client(context, f"tcp://{self._address.host}:{self._address.port}", secrets.token_hex(16), ToRank)
+        poller = zmq.Poller()
+        poller.register(client.socket, zmq.POLLIN)
+        poller.register(self._wake_reader, zmq.POLLIN)
+        last, silence, asked = time.monotonic(), 0.0, -ASK_EVERY_S
+        while not self._closing.is_set() and not self.lost:
+            now = time.monotonic()
+            if self.answer is None and now - asked >= ASK_EVERY_S:
+                asked = now
+                client.send(self._join)
+            ready = dict(poller.poll(POLL_MS))
+            if self._wake_reader in ready:
+                os.read(self._wake_reader, 65536)
+            now = time.monotonic()
+            gap, last = min(now - last, LONGEST_GAP_S), now
+            silence = 0.0 if client.socket in ready and self._receive(client) else silence + gap
+            if silence > self.silence_s:
+                self._lose(f"the job was silent for {self.silence_s:g} s")
+            self._flush(client)
+        self._flush(client)
+        client.socket.close(linger=0 if self.lost else 1000)
+        context.term()
+
+    def _receive(self, client: Client) -> bool:
+        messages = client.receive()
+        for message in messages:
+            match message:
+                case Ping():
+                    if isinstance(self.answer, Joined):
+                        client.send(Pong(rank=self.answer.rank, sequence=message.sequence))
+                case Joined() | Refused() if self.answer is None:
+                    self.answer = message
+                    self.answered.set()
+                case Joined():  # asked twice
+                    continue
+                case Refused():
+                    self._lose(f"the job does not know this worker any more: {message.reason}")
+                case StepReport() | Status() | Notice():
+                    continue
+                case _:
+                    self.inbox.put(message)
+        return bool(messages)
+
+    def _lose(self, reason: str) -> None:
+        self.lost = self.lost or reason
+        self.answered.set()
+        self.inbox.put(Stop(number=-1, reason=self.lost, exit_code=EXIT_LOST))
+
+    def _flush(self, client: Client) -> None:
+        while True:
+            with self._lock:
+                if not self._outbox:
+                    return
+                payload = self._outbox.popleft()
+            try:
+                client.send_encoded(payload)
+            except ChannelError as error:
+                self._lose(str(error))
+                return
