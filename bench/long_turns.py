@@ -13,7 +13,7 @@ WORD = "item "
 
 
 class LongTurns:
-    """`turns` turns on average (half to one and a half times as many), `appended` words per observation, `first` in the first."""
+    """`turns` turns on average, `appended` words per observation (each half to one and a half times), `first` in the first."""
 
     def __init__(self, turns: int = 10, appended: int = 600, first: int = 1200) -> None:
         self.turns, self.appended, self.first = turns, appended, first

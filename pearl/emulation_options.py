@@ -15,18 +15,20 @@ EMULATED = "emulated:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulationOptions:
-    """What a cost profile does not say of an emulated device. `slowdown`: every cost takes so many times as long.
+    """Of devices that are not there. `slowdown`: everything takes so many times as long as it costs.
 
-    `turn_tokens`: mean tokens of a turn. `train_token_s`: GPU seconds of training per token; the default is 163.8 s for 64
-    trajectories of 28.6 K tokens on 8 GPUs (docs/elasticity.md). `publish_s`: of a new weight version.
+    `turn_tokens`: mean tokens of a turn (no more than `rollout.max_tokens`). `train_token_s`: GPU seconds of training per
+    token, `publish_s`: seconds until a new weight version is everywhere; None: what the cost profile's preset says.
     """
 
     slowdown: float = 1.0
     turn_tokens: float = 148.0
-    train_token_s: float = 7.2e-4
-    publish_s: float = 4.4
+    train_token_s: float | None = None
+    publish_s: float | None = None
 
     def __post_init__(self) -> None:
         above_zero(self, "emulation", "slowdown")
         at_least(self, "emulation", 1, "turn_tokens")
-        at_least(self, "emulation", 0, "train_token_s", "publish_s")
+        for name in ("train_token_s", "publish_s"):
+            if getattr(self, name) is not None:
+                at_least(self, "emulation", 0, name)

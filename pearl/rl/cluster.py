@@ -19,7 +19,6 @@ from pearl.protocol import (
     Done,
     Event,
     Failed,
-    Fetch,
     HandedOff,
     Interrupted,
     Join,
@@ -35,6 +34,7 @@ from pearl.protocol import (
     Tokens,
 )
 from pearl.rl.collector import Collector
+from pearl.rl.followers import Followers
 from pearl.rl.layout import JobLayout
 from pearl.rl.members import Externals, Member, name_of, number_of
 from pearl.sched.cluster_scheduler import ClusterScheduler
@@ -96,8 +96,7 @@ class Cluster:
         self._model_folder = ""
         self._session, self._holding = 0, False
         self._progress: tuple[int, float] = (-1, now)
-        self._fetches: dict[int, int] = {}
-        """Fetch commands that are not answered -> the member."""
+        self.followers = Followers(externals, router, driver.next_number)
         self._began = now
 
     # ------------------------------------------------------------------------------------------------- the beginning
@@ -142,6 +141,7 @@ class Cluster:
         for number in self.externals.watch(now):
             self.gone(number, f"silent for elastic.silence_s={self._config.elastic.silence_s:g} s", now)
         self.service.tick(now)
+        self.followers.turn(now)
         there = self.service.scheduler.state.workers
         for member in [one for one in self.externals.members.values() if one.name not in there]:
             self._forget(member, "left")
@@ -164,9 +164,7 @@ class Cluster:
             case Report():
                 self._reported(name, event, now)
             case Done() if self.service is not None:
-                if event.number in self._fetches:  # the newest counts, older ones may have been left out
-                    self._fetches = {n: one for n, one in self._fetches.items() if one != event.rank or n > event.number}
-                else:
+                if not self.followers.answered(event.number, event.error, now):
                     self.service.answered(event.number, error=event.error, now=now)
                 if event.error:
                     print(f"{name}: {event.error}", flush=True)
@@ -201,7 +199,7 @@ class Cluster:
     def _forget(self, member: Member, reason: str) -> None:
         self.externals.forget(member.number)
         self._ready.pop(member.number, None)
-        self._fetches = {order: number for order, number in self._fetches.items() if number != member.number}
+        self.followers.forget(member.number)
         if self.collector is not None:
             self.collector.lost(member.name)
         self._driver.notice(f"worker {member.name} is gone: {reason}")
@@ -227,6 +225,7 @@ class Cluster:
         member = self.externals.members.get(event.rank)
         if member is not None:
             member.stale = event.stale
+            self.followers.heard(event.rank, event.weight_version)
         report = WorkerReport(
             worker=name,
             epoch=event.epoch,
@@ -263,15 +262,16 @@ class Cluster:
                 self._tell_progress(unfinished, now)
                 self.feed(TrainingFinished(step=self._session, seconds=seconds), now)
 
+    def publishing(self, version: int, now: float) -> None:
+        """A version is on its way to all ranks of WORLD: who has no part in publishing is told where it is to be had."""
+        there = range(self._driver.layout.world)
+        self.followers.announce(version, [self._ready[rank].pulls for rank in there if self._ready[rank].pulls], now)
+
     def published(self, version: int, now: float) -> None:
-        """A version is with all ranks of WORLD: who has no part in publishing is told where it is to be had."""
+        """A version is with all ranks of WORLD."""
         self._version = version
         self.feed(WeightsPublished(version=version), now)
-        for number in list(self.externals.members):
-            if name_of(number) in self.router.loads:
-                order = Fetch(number=self._driver.next_number(), weight_version=version, pulls=self.pulls())
-                self._fetches[order.number] = number
-                self.externals.send(number, order)
+        self.followers.publish(version, now)
 
     def progress(self, unfinished: int, now: float) -> None:
         """So many trajectories of the batch being collected are unfinished."""
@@ -303,7 +303,7 @@ class Cluster:
         return number
 
     def pulls(self) -> list[str]:
-        return [ready.pulls for ready in self._ready.values() if ready.pulls]
+        return self.followers.sources(self._ready)
 
     def requeue(self, sessions: tuple[str, ...]) -> None:
         if self.collector is not None:

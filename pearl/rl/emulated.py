@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from pearl.config import Config, EmulationOptions
+from pearl.config import Config
 from pearl.engine.emulated import EmulatedEngine, Speech
 from pearl.engine.models.config import ModelConfig, from_folder
 from pearl.engine.request import SchedulerOutput
@@ -27,20 +27,39 @@ from pearl.protocol import TrainStep
 from pearl.rl.layout import JobLayout
 from pearl.rl.plain_launcher import MEETING
 from pearl.sched.cost_profile import CostProfile, read_profiles
-from pearl.sched.published import qwen3_8b_h800, qwen3_30b_a3b_h800
+from pearl.sched.sim.presets.qwen3 import PRESETS, preset_named
 from pearl.sched.sim.pricing import price
 
-SHIPPED: dict[str, Callable[[], CostProfile]] = {"qwen3-8b-h800": qwen3_8b_h800, "qwen3-30b-a3b-h800": qwen3_30b_a3b_h800}
-"""Cost profiles by the name that `device` calls them by."""
+TRAIN_TOKEN_S, PUBLISH_S = 7.2e-4, 4.4
+"""Where nothing else says: 163.8 s for 64 trajectories of 28.6 K tokens on 8 GPUs; a weight version of 61 GB."""
 
 
-def profile_of(name: str) -> CostProfile:
-    """A shipped profile by its name, or the only one of a file. ValueError says what there is."""
-    if name in SHIPPED:
-        return SHIPPED[name]()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """What everything costs, in seconds that are to pass here: `slowdown` times those of the profile."""
+
+    profile: CostProfile
+    slowdown: float
+    train_token_s: float
+    publish_s: float
+
+
+def pace_of(config: Config) -> Pace:
+    """Of a job without devices. ValueError says which cost profiles there are."""
+    name, options = config.emulated or "", config.emulation
+    preset = preset_named(name) if name in PRESETS else None
+    profile = preset.costs if preset is not None else _read(name)
+    train, publish = (preset.train_s_per_token, preset.publish_s) if preset else (TRAIN_TOKEN_S, PUBLISH_S)
+    train = train if options.train_token_s is None else options.train_token_s
+    publish = publish if options.publish_s is None else options.publish_s
+    slow = options.slowdown
+    return Pace(profile=profile, slowdown=slow, train_token_s=slow * train, publish_s=slow * publish)
+
+
+def _read(name: str) -> CostProfile:
     path = Path(name)
     if not path.is_file():
-        raise ValueError(f"device='emulated:{name}': must be one of {', '.join(SHIPPED)}, or a file of cost profiles")
+        raise ValueError(f"device='emulated:{name}': must be one of {', '.join(PRESETS)}, or a file of cost profiles")
     profiles = read_profiles(path)
     if len(profiles) != 1:
         raise ValueError(f"device='emulated:{name}': has {len(profiles)} cost profiles, must have 1")
@@ -50,8 +69,8 @@ def profile_of(name: str) -> CostProfile:
 class ProfileCosts:
     """A cost profile as an emulated engine asks for it, in seconds that are to pass here."""
 
-    def __init__(self, profile: CostProfile, slowdown: float) -> None:
-        self._profile, self._slowdown = profile, slowdown
+    def __init__(self, pace: Pace) -> None:
+        self._profile, self._slowdown = pace.profile, pace.slowdown
 
     def step_s(self, output: SchedulerOutput) -> float:
         return self._slowdown * price(output, self._profile).seconds
@@ -70,13 +89,13 @@ class ProfileCosts:
 class EmulatedTrainer:
     """Takes as long as training would. `Checkpoint` and `Export` write what there is: how often it has trained."""
 
-    def __init__(self, options: EmulationOptions, ranks: int, pause: Callable[[float], None] = time.sleep) -> None:
-        self._options, self._ranks, self._pause = options, ranks, pause
+    def __init__(self, token_s: float, ranks: int, pause: Callable[[float], None] = time.sleep) -> None:
+        self._token_s, self._ranks, self._pause = token_s, ranks, pause
         self.steps = 0
 
     def train_step(self, command: TrainStep) -> dict[str, Any]:
         tokens = sum(len(sequence.token_ids) for sequence in command.sequences)
-        self._pause(self._options.slowdown * self._options.train_token_s * tokens / self._ranks)
+        self._pause(self._token_s * tokens / self._ranks)
         self.steps += 1
         sampled = sum(sum(sequence.loss_mask) for sequence in command.sequences)
         return {"tokens": tokens, "trained_tokens": sampled}
@@ -140,10 +159,10 @@ class EmulatedParts:
 
 def build_parts(config: Config, layout: JobLayout, rank: int, folder: Path) -> EmulatedParts:
     """Trainer, engine and publisher of a rank."""
-    options = config.emulation
-    trainer = EmulatedTrainer(options, len(layout.training)) if rank in layout.training else None
-    engine = build_engine(config, folder) if rank in layout.serving else None
-    publisher = EmulatedPublisher(engine, options.slowdown * options.publish_s)
+    pace = pace_of(config)
+    trainer = EmulatedTrainer(pace.train_token_s, len(layout.training)) if rank in layout.training else None
+    engine = build_engine(config, pace, folder) if rank in layout.serving else None
+    publisher = EmulatedPublisher(engine, pace.publish_s)
     return EmulatedParts(trainer=trainer, engine=engine, publisher=publisher)
 
 
@@ -184,22 +203,21 @@ class EmulatedExternal:
 
 def build_external(config: Config, folder: Path, start: float) -> EmulatedExternal:
     """An external worker's parts, after the time that preparing one takes."""
-    options, profile = config.emulation, profile_of(config.emulated or "")
-    engine = build_engine(config, folder)
-    time.sleep(options.slowdown * float(profile.prepare.seconds(1)))
-    fetcher = EmulatedFetcher(engine, options.slowdown * options.publish_s)
+    pace = pace_of(config)
+    engine = build_engine(config, pace, folder)
+    time.sleep(pace.slowdown * float(pace.profile.prepare.seconds(1)))
+    fetcher = EmulatedFetcher(engine, pace.publish_s)
     return EmulatedExternal(engine=engine, fetcher=fetcher, seconds=time.perf_counter() - start)
 
 
-def build_engine(config: Config, folder: Path) -> EmulatedEngine:
+def build_engine(config: Config, pace: Pace, folder: Path) -> EmulatedEngine:
     """An engine for the model of a folder, of which only vocabulary and longest context matter."""
-    profile = profile_of(config.emulated or "")
     model = from_folder(folder)
-    blocks = config.engine.num_blocks or max(1, int(profile.kv_capacity_tokens // config.engine.block_size))
+    blocks = config.engine.num_blocks or max(1, int(pace.profile.kv_capacity_tokens // config.engine.block_size))
     mean = min(config.emulation.turn_tokens, config.rollout.max_tokens)
     return EmulatedEngine(
         dataclasses.replace(config.engine, num_blocks=blocks, model=str(folder)),
-        costs=ProfileCosts(profile, config.emulation.slowdown),
+        costs=ProfileCosts(pace),
         speech=Speech(alphabet=alphabet_of(folder, model), mean_tokens=mean),
         max_model_len=config.engine.max_model_len or model.max_position,
         vocab_size=model.vocab_size,

@@ -24,7 +24,7 @@ from pearl import config as configuration
 from pearl.config import Config, ElasticOptions
 from pearl.protocol import Done, Joined, Leave, Leaving, Prepare, Ready, Stop
 from pearl.rl import process
-from pearl.rl.link import EXIT_LOST, Address, Link
+from pearl.rl.link import Address, Link
 from pearl.rl.rank import RankLoop, report_failure
 
 EXIT_USAGE = 2
@@ -176,10 +176,11 @@ def _say(text: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line."""
-    options = argparse.ArgumentParser(prog="python -m pearl.rl.join", allow_abbrev=False, description=(__doc__ or "").split("\n")[0])
-    options.add_argument("address", metavar="ADDRESS", help="HOST:PORT/TOKEN, as the job prints it and its run directory has it")
+    what = (__doc__ or "").splitlines()[0]
+    options = argparse.ArgumentParser(prog="python -m pearl.rl.join", allow_abbrev=False, description=what)
+    options.add_argument("address", metavar="ADDRESS", help="HOST:PORT/TOKEN, as the job prints it (RUN/join_address)")
     options.add_argument("--notice", type=float, metavar="SECONDS", help="what is left after SIGTERM (default: the job's)")
-    options.add_argument("--gpus", default="", metavar="NAMES", help="names of this worker's GPUs, by commas (default: its own)")
+    options.add_argument("--gpus", default="", metavar="NAMES", help="names of its GPUs, by commas (default: one of its own)")
     given = options.parse_args(argv)
     try:
         address = Address.parse(given.address)

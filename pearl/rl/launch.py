@@ -190,7 +190,7 @@ class Launch:
             self._log(f"weights can be pulled from {pulls}")
         stats = parts.engine.stats() if parts.engine is not None else None
         tokens = stats.total_blocks * self.config.engine.block_size if stats is not None else 0
-        lends = self.rank in groups.lenders
+        lends = parts.fetcher is not None
         self.control.send(Ready(rank=self.rank, max_model_len=length, pulls=pulls, kv_tokens=tokens, lends=lends))
         return RankLoop(
             rank=self.rank,

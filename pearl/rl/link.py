@@ -18,7 +18,6 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import zmq

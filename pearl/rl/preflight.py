@@ -19,7 +19,7 @@ from pearl.config import Config, check_lengths
 from pearl.engine.models import config as model_config
 from pearl.engine.tokenizer import Tokenizer
 from pearl.rl import fresh_model
-from pearl.rl.emulated import profile_of
+from pearl.rl.emulated import pace_of
 from pearl.rl.envs import registry
 from pearl.rl.envs.base import Environment, example_of, has_random_player, system_prompt_of, words_of
 from pearl.rl.rollout import opening
@@ -42,7 +42,7 @@ def check(config: Config, *, new_run: bool = True, machine: bool = True) -> None
         missing = f"{config.env.name} has no random_valid_action(rng) -> str, which the warm-up plays with"
         raise ValueError(f"warmup.steps={config.warmup.steps}: {missing}; write one, or set warmup.steps=0")
     if config.emulated is not None:
-        profile_of(config.emulated)
+        pace_of(config)
     if not machine:
         return
     _check_device(config.engine.device)

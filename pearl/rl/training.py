@@ -159,6 +159,7 @@ class TrainingRun:
     def _publish(self, version: int) -> dict[int, Done]:
         """RuntimeError if the ranks were asked to compare their weights (`check_weights`), and an engine's differ."""
         self._claim()
+        self._driver.cluster.publishing(version, self._driver.clock.now())
         everyone = range(self._driver.layout.world)
         done = self._driver.carry_out(lambda number: Publish(number=number, version=version), everyone)
         theirs = done[0].metrics

@@ -20,7 +20,7 @@ class WorkerLoad:
     """What the router knows of a worker: its own count of requests and tokens placed there, and the last report.
 
     `capacity` is relative: twice the capacity takes twice the sessions. `promised` sessions are with a prefill worker
-    and will come here, with `reserved` tokens. A draining worker gets nothing new.
+    and will come here, with `reserved` tokens. A draining worker gets nothing new, nor does one that is held for a moment.
     """
 
     in_flight: int = 0
@@ -33,8 +33,14 @@ class WorkerLoad:
     reserved: int = 0
     promised: int = 0
     draining: bool = False
+    held: bool = False
     reported: bool = False
     slot: int = 0
+
+    @property
+    def takes(self) -> bool:
+        """Whether it gets requests."""
+        return not self.draining and not self.held
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,10 +105,15 @@ class Router:
             self.loads[worker].draining = True
         return [name for name, session in self._sessions.items() if session.live and session.worker == worker]
 
+    def hold(self, worker: str, held: bool) -> None:
+        """The worker gets nothing new for as long as it is held; what it has goes on. Unknown workers are ignored."""
+        if worker in self.loads:
+            self.loads[worker].held = held
+
     @property
     def has_takers(self) -> bool:
         """Whether `place` finds a worker."""
-        return any(not load.draining for load in self.loads.values())
+        return any(load.takes for load in self.loads.values())
 
     def place(self, session_id: str, prompt_len: int) -> str | None:
         """The worker for this session's next request, which counts as in flight until `done`; None without workers.
@@ -113,7 +124,7 @@ class Router:
         session = self._sessions.get(session_id)
         if session is not None and session.live:
             raise ValueError(f"session_id={session_id!r}: has a request in flight on {session.worker!r}")
-        takers = {name: load for name, load in self.loads.items() if not load.draining}
+        takers = {name: load for name, load in self.loads.items() if load.takes}
         if not takers:
             return None
         worker, target = self._choose(session, prompt_len, takers)
@@ -228,7 +239,7 @@ class Router:
         return moves
 
     def _decodes(self, load: WorkerLoad) -> bool:
-        return load.role is not Role.PREFILL and not load.draining
+        return load.role is not Role.PREFILL and load.takes
 
     def _count(self, session: _Session, sign: int) -> None:
         load = self.loads[session.worker]
