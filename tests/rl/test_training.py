@@ -97,6 +97,9 @@ class Claims:
     def training_finished(self, seconds: float, unfinished: int, now: float) -> None:
         self.held = False
 
+    def publishing(self, version: int, now: float) -> None:
+        pass
+
     def published(self, version: int, now: float) -> None:
         self.versions.append(version)
 
