@@ -173,7 +173,7 @@ class Cluster:
         """An event of an external worker. Its failure is its own."""
         match event:
             case Ready():
-                self.externals.members[event.rank].ready = event
+                self.externals.prepared(event.rank, event)
                 self._ready[event.rank] = event
             case Leaving():
                 self.feed(WorkerReclaimed(worker=name_of(event.rank), deadline=now + event.notice_s), now)

@@ -61,6 +61,8 @@ from pearl.sched.router import Router
 POLL_S = 0.2
 STATUS_EVERY_S = 1.0
 LONGEST_ECHO = 90
+JOIN_ADDRESS = "join_address"
+"""The file of a run directory that says where workers may join."""
 
 
 class JobFailed(RuntimeError):
@@ -90,7 +92,8 @@ class Controller:
         self.activity = Activity(layout, run / trace if config.trace else None, self.clock.now())
         self.interrupted_by: int | None = None
         self.outlet: int | None = None
-        self.externals = Externals(self.context, config.elastic, layout.world, self.clock.now())
+        known = (run / JOIN_ADDRESS).read_text() if (run / JOIN_ADDRESS).exists() else ""
+        self.externals = Externals(self.context, config.elastic, layout.world, self.clock.now(), known)
         self.cluster = Cluster(self, self.externals, Router(), self.clock.now())
         self._tokenizer: Tokenizer | None = None
         self._system_prompt = ""
@@ -175,9 +178,10 @@ class Controller:
     def _invite(self) -> None:
         """Says where external workers may join, to people and in the run directory."""
         if self.externals.address:
-            where = f"{self.externals.address.removeprefix('tcp://')}/{self.externals.token}"
-            (self.run / "join_address").write_text(where + "\n")
-            self.notice(f"workers may join: python -m pearl.rl.join {where}")
+            path = self.run / JOIN_ADDRESS
+            path.touch(mode=0o600)
+            path.write_text(self.externals.address + "\n")
+            self.notice(f"workers may join: python -m pearl.rl.join {self.externals.address}")
 
     def end(self, stop: Stop) -> None:
         """Tells the ranks and ends the environments; never raises."""

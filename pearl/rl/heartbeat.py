@@ -14,16 +14,19 @@ class Heartbeat:
         self._every_s = every_s
         self._silence_s = silence_s
         self._silence: dict[int, float] = {}
+        self._limits: dict[int, float] = {}
         self._since_ping = every_s
         self._last = now
 
-    def add(self, peer: int) -> None:
-        """Watches a peer from now on."""
+    def add(self, peer: int, silence_s: float | None = None) -> None:
+        """Watches a peer from now on; `silence_s` is its own limit."""
         self._silence[peer] = 0.0
+        self._limits[peer] = self._silence_s if silence_s is None else silence_s
 
     def remove(self, peer: int) -> None:
         """It is no longer watched."""
         self._silence.pop(peer, None)
+        self._limits.pop(peer, None)
 
     def heard(self, peer: int) -> None:
         if peer in self._silence:
@@ -36,7 +39,7 @@ class Heartbeat:
         self._since_ping += gap
         for peer in self._silence:
             self._silence[peer] += gap
-        return [peer for peer, silence in self._silence.items() if silence > self._silence_s]
+        return [peer for peer, silence in self._silence.items() if silence > self._limits[peer]]
 
     def ping_due(self) -> bool:
         """True once per `every_s`; counts the ping as sent."""

@@ -7,7 +7,9 @@ everything else (strangers, those that are gone, what cannot be read) is dropped
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import socket
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +22,8 @@ from pearl.protocol import Event, Hello, Join, Ping, Ready, Refused, ToControlle
 from pearl.rl.heartbeat import Heartbeat
 
 PREFIX = "rank"
+PREPARING = 6.0
+"""Who builds its engine, and so has no requests that could wait for it, may be silent this many times as long."""
 
 
 def name_of(number: int) -> str:
@@ -52,19 +56,22 @@ class Member:
 class Externals:
     """The external workers of a job. Without `options.listen` there are none, and nothing is bound.
 
-    `address` is where they join: "tcp://HOST:PORT", and `token` what they have to know. `dropped` counts messages by reason.
+    `address` is where they join, "HOST:PORT/TOKEN"; one of before (`known`) is kept, so that workers find a resumed job again.
+    `dropped` counts messages by reason.
     """
 
-    def __init__(self, context: zmq.Context, options: ElasticOptions, first: int, now: float) -> None:
-        self.server = Server(context, f"tcp://{options.listen}", ToController) if options.listen else None
-        self.address = self.server.address if self.server else ""
-        self.token = secrets.token_hex(8)
+    def __init__(self, context: zmq.Context, options: ElasticOptions, first: int, now: float, known: str = "") -> None:
+        where, _, token = known.strip().partition("/")
+        self.token = token or secrets.token_hex(16)
+        self.server = _listen(context, options.listen, where) if options.listen else None
+        self.address = f"{_reachable(self.server.address)}/{self.token}" if self.server else ""
         self.members: dict[int, Member] = {}
         self.joins: list[tuple[str, Join]] = []
         """Workers that ask to take part, and have not been answered."""
         self.dropped: Counter[str] = Counter()
         self._next = first
         self._numbers: dict[str, int] = {}
+        self._silence_s = options.silence_s
         self._heartbeat = Heartbeat(every_s=options.heartbeat_s, silence_s=options.silence_s, now=now)
 
     @property
@@ -82,6 +89,7 @@ class Externals:
                 self._asked(peer, message)
             elif number is None or message.rank != number:
                 self.dropped["stranger"] += 1
+                self.tell(peer, Refused(reason="not a member of this job, or not any more"))
             else:
                 self._heartbeat.heard(number)
                 events.append(message)
@@ -96,8 +104,13 @@ class Externals:
         member = Member(number=number, peer=peer, external=True, hello=hello, gpus=gpus)
         self.members[number], self._numbers[peer] = member, number
         self._heartbeat.advance(now)  # time before it came does not count against it
-        self._heartbeat.add(number)
+        self._heartbeat.add(number, PREPARING * self._silence_s)
         return member
+
+    def prepared(self, number: int, ready: Ready) -> None:
+        """It has its engine."""
+        self.members[number].ready = ready
+        self._heartbeat.add(number)
 
     def forget(self, number: int) -> None:
         """It is gone: nothing that it says counts any more."""
@@ -142,3 +155,19 @@ class Externals:
             self.dropped["doubled"] += 1
         else:
             self.joins.append((peer, join))
+
+
+def _listen(context: zmq.Context, listen: str, before: str) -> Server:
+    """Where it was before, if that is free and nothing else was asked for."""
+    host, _, port = listen.rpartition(":")
+    old = before.rpartition(":")[2]
+    if port == "0" and old.isdecimal():
+        with contextlib.suppress(zmq.ZMQError):
+            return Server(context, f"tcp://{host}:{old}", ToController)
+    return Server(context, f"tcp://{listen}", ToController)
+
+
+def _reachable(address: str) -> str:
+    """"HOST:PORT" for those who join; of a socket on all interfaces the host is this machine's name."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return f"{socket.gethostname() if host in ('0.0.0.0', '*') else host}:{port}"
