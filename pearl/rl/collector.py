@@ -8,7 +8,7 @@ only if it comes from the worker that has the request. Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pearl.protocol import Abort, HandedOff, HandOver, NewRequest, Submit, TakenOver, Tokens, TokenUpdate
@@ -23,7 +23,7 @@ from pearl.sched.router import Router
 class Collector:
     """`new_rollout(trajectory, purpose)` makes one; `send(worker, message)` reaches a serving member. `counts` only rise.
 
-    `late_updates`: of requests that nobody waits for any more, or that another worker has; `interrupted`: requests that ended
+    `ended_tokens`: sampled ones in trajectories that have ended. `late_updates`: of requests that nobody waits for any more, or that another worker has; `interrupted`: requests that ended
     unfinished, `requeued`: whose worker was lost; both were placed again.
     """
 
@@ -37,7 +37,7 @@ class Collector:
     ) -> None:
         self.counts = {
             "generated_tokens": 0, "prompt_tokens": 0, "cached_tokens": 0, "late_updates": 0, "late_tokens": 0,
-            "interrupted": 0, "requeued": 0,
+            "interrupted": 0, "requeued": 0, "ended_tokens": 0,
         }  # fmt: skip
         self.engine_seconds = 0.0
         self._new_rollout = new_rollout
@@ -70,6 +70,18 @@ class Collector:
     def unplaced(self) -> int:
         """Requests that wait for any worker to serve."""
         return len(self._unplaced)
+
+    def token_books(self) -> dict[str, int]:
+        """What became of every sampled token that reached us: in an ended trajectory, in one under way (`playing_tokens`), late
+        (of a request that nobody awaited any more), or lost, of which there must be none."""
+        counts, playing = self.counts, sum(sum(one.trajectory.loss_mask) for one in self._rollouts.values())
+        lost = counts["generated_tokens"] - counts["late_tokens"] - counts["ended_tokens"] - playing
+        return {"playing_tokens": playing, "late_tokens": counts["late_tokens"], "lost_tokens": lost}
+
+    def resumed(self, counts: Mapping[str, int]) -> None:
+        """Goes on counting after a checkpoint: what was under way then has been settled, it is played again."""
+        self.counts.update(counts)
+        self.counts["ended_tokens"] = self.counts["generated_tokens"] - self.counts["late_tokens"]
 
     def start(self, trajectory_id: str, *, group_id: int, env_seed: int, purpose: str) -> None:
         """Begins an episode; `purpose` is "train" or "eval"."""
@@ -208,4 +220,5 @@ class Collector:
         self._pool.discard(name)
         self._router.forget(name)
         del self._rollouts[name]
+        self.counts["ended_tokens"] += sum(rollout.trajectory.loss_mask)
         self._ended.append(rollout.trajectory)

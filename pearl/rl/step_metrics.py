@@ -102,7 +102,7 @@ class StepMeter:
             "tokens_per_s": (counts["generated_tokens"] + (trained.metrics.get("tokens") or 0)) / total,
             "prefix_hit_rate": counts["cached_tokens"] / max(1, counts["prompt_tokens"]),
         }
-        row |= {name: trained.metrics.get(name) for name in TRAINER_METRICS}
+        row |= {name: trained.metrics.get(name) for name in TRAINER_METRICS} | self._collector.token_books()
         self._began, self._counts = now, dict(self._collector.counts)
         self._engine_s, self._env_s = self._collector.engine_seconds, self._collector.env_seconds
         return row

@@ -178,7 +178,7 @@ class TrainingRun:
         self._step, self._version, self._started = state.step, state.weight_version, state.started
         self._record_step = state.step + 1
         self._successes = list(state.successes)
-        self._collector.counts.update({name: int(count) for name, count in state.counters.items()})
+        self._collector.resumed({name: int(count) for name, count in state.counters.items()})
         self._train_command(lambda number: Restore(number=number, path=str(checkpoint / TRAINER_FOLDER)))
         for episode in unplayed:
             self._collector.start(episode.trajectory_id, group_id=episode.group_id, env_seed=episode.env_seed, purpose="train")

@@ -53,6 +53,12 @@ class Episodes:
     at_engine = playing
     unplaced = 0
 
+    def token_books(self) -> dict[str, int]:
+        return {}
+
+    def resumed(self, counts: dict[str, int]) -> None:
+        self.counts.update(counts)
+
     def start(self, trajectory_id: str, *, group_id: int, env_seed: int, purpose: str) -> None:
         assert trajectory_id not in self._running
         trajectory = Trajectory(trajectory_id=trajectory_id, group_id=group_id, env_seed=env_seed)
