@@ -20,6 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TAG = "PEARL_JOB_TAG"
 POLL_S = 0.02
+MODULES = (
+    (b"pearl.rl.controller", "controller"), (b"pearl.rl.envs.host", "environment"), (b"pearl.rl.join", "external"),
+)  # fmt: skip
 
 
 class JobProcess:
@@ -40,22 +43,25 @@ class JobProcess:
         name: str = "out",
     ) -> JobProcess:
         """Runs `torchrun --nproc_per_node=world -m module arguments`, with temporary files in `folder`/tmp."""
+        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}", "-m", module]
+        return cls.command(folder, [*command, *arguments], environment=environment, name=name)
+
+    @classmethod
+    def command(
+        cls, folder: Path, command: list[str], *, environment: dict[str, str] | None = None, name: str = "out"
+    ) -> JobProcess:
+        """Runs Python with any arguments, such as "-m pearl run RECIPE"."""
         tag, log = secrets.token_hex(8), folder / f"{name}.txt"
         temporary = folder / "tmp"
         temporary.mkdir(parents=True, exist_ok=True)
         own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "TMPDIR": str(temporary), TAG: tag}
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}", "-m", module]
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [*command, *arguments],
-                cwd=ROOT,
-                env=os.environ | own | (environment or {}),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        return cls(process, folder, tag, log)
+        own |= environment or {}
+        return cls(_spawned(command, log, own), folder, tag, log)
+
+    def beside(self, command: list[str], name: str) -> subprocess.Popen:
+        """Starts Python with these arguments as another process of the job, with its output in `folder`/NAME.txt."""
+        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", TAG: self.tag}
+        return _spawned(command, self.folder / f"{name}.txt", own)
 
     def __enter__(self) -> JobProcess:
         return self
@@ -76,7 +82,7 @@ class JobProcess:
     # ------------------------------------------------------------------------------------------------ who is who
 
     def family(self) -> dict[int, str]:
-        """Pid and role ("torchrun", "rank0", "controller", "environment", "other") of all that runs (zombies do not)."""
+        """Pid and role ("torchrun", "rank0", "controller", "environment", "external", "other") of all that runs, zombies apart."""
         mark, found = f"{TAG}={self.tag}".encode(), {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
@@ -95,7 +101,7 @@ class JobProcess:
         if int(entry.name) == self.process.pid:
             return "torchrun"
         command = (entry / "cmdline").read_bytes()
-        for part, role in ((b"pearl.rl.controller", "controller"), (b"pearl.rl.envs.host", "environment")):
+        for part, role in MODULES:
             if part in command:
                 return role
         rank = re.search(rb"(?:^|\0)RANK=(\d+)\0", (entry / "environ").read_bytes())
@@ -129,6 +135,20 @@ class JobProcess:
                 return time.monotonic() - started
             time.sleep(5 * POLL_S)
         return None
+
+
+def _spawned(arguments: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen:
+    """Python in a session of its own."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env=os.environ | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
 
 
 def send(pid: int, signum: int) -> None:

@@ -1,0 +1,142 @@
+"""External workers of a job without devices: they join, serve, leave, die, stall and come back; nothing is lost."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from elastic_cases import ElasticJob, Wire, kill
+
+from bench.job_process import ROOT
+
+slow = pytest.mark.slow
+MANY = "max_steps=400"
+"""More than there is time for: the test ends the job."""
+
+
+def interrupt(job: ElasticJob, signum: int = signal.SIGINT) -> None:
+    job.process.send_signal(signum)
+
+
+def ended(job: ElasticJob, code: int) -> None:
+    """The job and all that belongs to it are gone."""
+    assert job.wait_until_gone(30) is not None, job.report()
+    assert job.process.wait() == code, job.report()
+
+
+def test_workers_join_serve_die_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
+    with ElasticJob.begin(tmp_path, "max_steps=14") as job:
+        job.join("one")
+        job.join("two")
+        job.serving(2)
+        job.step(2)
+        kill(job, "one")
+        job.wait_for("is gone: silent for elastic.silence_s=2 s", 30)
+        job.step(1)
+        kill(job, "two", signal.SIGTERM)
+        assert job.externals["two"].wait(30) == 0, job.report()
+        rows = job.finish(codes={"one": -signal.SIGKILL})
+    assert len(rows) == 14
+    assert "told to leave" in job.said("two")
+    kinds = [row["kind"] for row in job.transitions()]
+    assert kinds.count("leave") == 1 and kinds.count("expand") >= 1
+
+
+def test_a_worker_of_a_job_that_ends_well_ends_well(tmp_path: Path) -> None:
+    with ElasticJob.begin(tmp_path, "max_steps=6") as job:
+        job.join("one")
+        job.serving(1)
+        job.finish()
+        assert "success" in job.said("one")
+
+
+@slow
+def test_what_is_no_address_or_no_token_is_refused_in_a_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pearl.rl.join"]
+    done = subprocess.run([*command, "nonsense"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "HOST:PORT/TOKEN" in done.stderr
+    with ElasticJob.begin(tmp_path, MANY) as job:
+        stranger = re.sub(r"/\w+$", "/0123456789abcdef", job.address())
+        assert job.join("stranger", stranger).wait(60) == 1
+        assert "token" in job.said("stranger")
+        job.step(1)
+        interrupt(job)
+        ended(job, 128 + signal.SIGINT)
+
+
+@slow
+def test_a_stopped_worker_is_lost_and_comes_back_as_another(tmp_path: Path) -> None:
+    with ElasticJob.begin(tmp_path, MANY) as job:
+        job.join("one")
+        job.serving(1)
+        job.step(1)
+        kill(job, "one", signal.SIGSTOP)
+        job.wait_for("is gone: silent", 30)
+        job.step(2)
+        kill(job, "one", signal.SIGCONT)
+        job.serving(2)
+        assert "joined as member 4" in job.said("one")
+        job.step(1)
+        interrupt(job)
+        ended(job, 128 + signal.SIGINT)
+        assert all(row["lost_tokens"] == 0 for row in job.rows())
+
+
+@slow
+def test_a_cut_wire_costs_the_worker_alone_and_mended_it_joins_again(tmp_path: Path) -> None:
+    with ElasticJob.begin(tmp_path, MANY) as job:
+        wire = Wire(job.address())
+        job.join("one", wire.address)
+        job.serving(1)
+        wire.cut()
+        began = time.monotonic()
+        job.wait_for("is gone: silent", 30)
+        assert time.monotonic() - began < 15
+        job.step(2)
+        wire.mend()
+        job.serving(2)
+        interrupt(job)
+        ended(job, 128 + signal.SIGINT)
+        wire.close()
+        assert all(row["lost_tokens"] == 0 for row in job.rows())
+
+
+@slow
+def test_a_resumed_job_finds_its_workers_again(tmp_path: Path) -> None:
+    with ElasticJob.begin(tmp_path, MANY, "save_steps=1", "elastic.reconnect_s=60") as job:
+        job.join("one")
+        job.serving(1)
+        job.step(2)
+        controller = job.pid_of("controller")
+        assert controller is not None
+        job.until(lambda: (job.run / "checkpoints").exists(), "a checkpoint")
+        kill_pid(controller)
+        assert job.process.wait(30) != 0
+        again = ElasticJob.begin(tmp_path, "max_steps=12", resume=job.run)
+        with again:
+            again.wait_for("worker rank3 joined", 60)
+            assert job.externals["one"].wait(120) == 0, job.said("one")
+            assert again.process.wait(120) == 0, again.output()
+        assert job.said("one").count("joined as member 3") == 2
+        rows = job.rows()
+        assert [row["step"] for row in rows] == list(range(1, 13)) and all(row["lost_tokens"] == 0 for row in rows)
+
+
+def kill_pid(pid: int) -> None:
+    subprocess.run(["kill", "-9", str(pid)], check=True)
+
+
+@slow
+def test_a_worker_whose_job_vanished_gives_up_after_a_while(tmp_path: Path) -> None:
+    with ElasticJob.begin(tmp_path, MANY) as job:
+        job.join("one")
+        job.serving(1)
+        for pid in [pid for pid, role in job.family().items() if role != "external"]:
+            kill_pid(pid)
+        assert job.externals["one"].wait(60) == 1
+        assert "no job at" in job.said("one")
