@@ -82,7 +82,7 @@ class JobProcess:
     # ------------------------------------------------------------------------------------------------ who is who
 
     def family(self) -> dict[int, str]:
-        """Pid and role ("torchrun", "rank0", "controller", "environment", "external", "other") of all that runs, zombies apart."""
+        """Pid and role ("torchrun", "rank0", "controller", "environment", "external", "other") of all but zombies."""
         mark, found = f"{TAG}={self.tag}".encode(), {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():

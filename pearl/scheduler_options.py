@@ -108,8 +108,9 @@ class ElasticOptions:
     """Workers that come and go while the job runs. `listen`: "HOST:PORT" where they may join (port 0: a free one); "" nowhere.
 
     One that was silent for `silence_s` counts as gone; it is pinged every `heartbeat_s`. `reconnect_s`: for how long a worker
-    looks for a job that vanished; `notice_s`: what it is given to leave. `trace`: a file of arrivals and departures to play,
-    `speedup` times as fast.
+    looks for a job that vanished; `notice_s`: what it is given to leave. `trace`: a file of arrivals and departures of nodes
+    (lines of ms, add or remove, node) to play with workers on this machine, `speedup` times as fast, and no more than
+    `trace_nodes` of them at a time.
     """
 
     listen: str = ""
@@ -119,9 +120,11 @@ class ElasticOptions:
     notice_s: float = 30.0
     trace: str = ""
     speedup: float = 1.0
+    trace_nodes: int = 4
 
     def __post_init__(self) -> None:
         above_zero(self, "elastic", "heartbeat_s", "silence_s", "reconnect_s", "notice_s", "speedup")
+        at_least(self, "elastic", 1, "trace_nodes", whole=True)
         host, _, port = self.listen.rpartition(":")
         if self.listen and not (host and port.isdecimal() and int(port) < 65536):
             raise ValueError(f"elastic.listen={self.listen!r}: must be HOST:PORT, for example 127.0.0.1:0, or empty")

@@ -116,7 +116,10 @@ class EmulatedRunner:
 
 
 class EmulatedEngine:
-    """Serves on a device that is not there. Not thread-safe. `num_blocks` of `config` must be set; `vocab_size` bounds ids."""
+    """Serves on a device that is not there. Not thread-safe. `num_blocks` of `config` must be set; `vocab_size` bounds ids.
+
+    `asleep`: it begins so.
+    """
 
     def __init__(
         self,
@@ -126,6 +129,7 @@ class EmulatedEngine:
         speech: Speech,
         max_model_len: int,
         vocab_size: int,
+        asleep: bool = False,
         clock: Clock | None = None,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -155,6 +159,8 @@ class EmulatedEngine:
             name=name,
         )
         self._steps = Steps(self._core, EmulatedRunner(costs, speech, self._clock, pause), ahead=config.overlap)
+        if asleep:
+            self._core.sleep()
         self._version = -1
         self._here_at: dict[str, float] = {}
         self._pending: list[RequestUpdate] = []

@@ -23,8 +23,9 @@ from pearl.sched.router import Router
 class Collector:
     """`new_rollout(trajectory, purpose)` makes one; `send(worker, message)` reaches a serving member. `counts` only rise.
 
-    `ended_tokens`: sampled ones in trajectories that have ended. `late_updates`: of requests that nobody waits for any more, or that another worker has; `interrupted`: requests that ended
-    unfinished, `requeued`: whose worker was lost; both were placed again.
+    `ended_tokens`: sampled ones in trajectories that have ended. `late_updates`: of requests that nobody waits for any more, or
+    that another worker has; `interrupted`: requests that ended unfinished, `requeued`: whose worker was lost; both were placed
+    again.
     """
 
     def __init__(

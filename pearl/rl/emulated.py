@@ -154,6 +154,7 @@ class EmulatedParts:
     trainer: EmulatedTrainer | None
     engine: EmulatedEngine | None
     publisher: EmulatedPublisher
+    fetcher: EmulatedFetcher | None = None
     pulls: None = None
 
 
@@ -161,9 +162,14 @@ def build_parts(config: Config, layout: JobLayout, rank: int, folder: Path) -> E
     """Trainer, engine and publisher of a rank."""
     pace = pace_of(config)
     trainer = EmulatedTrainer(pace.train_token_s, len(layout.training)) if rank in layout.training else None
-    engine = build_engine(config, pace, folder) if rank in layout.serving else None
-    publisher = EmulatedPublisher(engine, pace.publish_s)
-    return EmulatedParts(trainer=trainer, engine=engine, publisher=publisher)
+    if rank in layout.serving:
+        engine = build_engine(config, pace, folder)
+        return EmulatedParts(trainer=trainer, engine=engine, publisher=EmulatedPublisher(engine, pace.publish_s))
+    publisher = EmulatedPublisher(None, pace.publish_s)
+    if config.borrow.workers in ("none", "0"):
+        return EmulatedParts(trainer=trainer, engine=None, publisher=publisher)
+    lent = build_engine(config, pace, folder, asleep=True)
+    return EmulatedParts(trainer=trainer, engine=lent, publisher=publisher, fetcher=EmulatedFetcher(lent, 0.0))
 
 
 class EmulatedFetcher:
@@ -210,7 +216,7 @@ def build_external(config: Config, folder: Path, start: float) -> EmulatedExtern
     return EmulatedExternal(engine=engine, fetcher=fetcher, seconds=time.perf_counter() - start)
 
 
-def build_engine(config: Config, pace: Pace, folder: Path) -> EmulatedEngine:
+def build_engine(config: Config, pace: Pace, folder: Path, *, asleep: bool = False) -> EmulatedEngine:
     """An engine for the model of a folder, of which only vocabulary and longest context matter."""
     model = from_folder(folder)
     blocks = config.engine.num_blocks or max(1, int(pace.profile.kv_capacity_tokens // config.engine.block_size))
@@ -221,6 +227,7 @@ def build_engine(config: Config, pace: Pace, folder: Path) -> EmulatedEngine:
         speech=Speech(alphabet=alphabet_of(folder, model), mean_tokens=mean),
         max_model_len=config.engine.max_model_len or model.max_position,
         vocab_size=model.vocab_size,
+        asleep=asleep,
     )
 
 

@@ -181,7 +181,10 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("address", metavar="ADDRESS", help="HOST:PORT/TOKEN, as the job prints it (RUN/join_address)")
     options.add_argument("--notice", type=float, metavar="SECONDS", help="what is left after SIGTERM (default: the job's)")
     options.add_argument("--gpus", default="", metavar="NAMES", help="names of its GPUs, by commas (default: one of its own)")
+    options.add_argument("--with-parent", action="store_true", help=argparse.SUPPRESS)  # it must not outlive who started it
     given = options.parse_args(argv)
+    if given.with_parent:
+        process.die_with_parent()
     try:
         address = Address.parse(given.address)
         if given.notice is not None and not given.notice > 0:

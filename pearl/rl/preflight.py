@@ -23,6 +23,7 @@ from pearl.rl.emulated import pace_of
 from pearl.rl.envs import registry
 from pearl.rl.envs.base import Environment, example_of, has_random_player, system_prompt_of, words_of
 from pearl.rl.rollout import opening
+from pearl.sched.sim.availability import read_trace
 from pearl.training_options import check_layers
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -45,6 +46,8 @@ def check(config: Config, *, new_run: bool = True, machine: bool = True) -> None
         pace_of(config)
     if not machine:
         return
+    if config.elastic.trace:
+        _check_trace(config.elastic.trace)
     _check_device(config.engine.device)
     if config.model.path is not None:
         _check_model(config, config.model.path)
@@ -154,6 +157,15 @@ def _check_device(device: str) -> None:
         raise ValueError(f"engine.device={device!r}: must be auto, cpu, cuda or cuda:N")
     if device.startswith("cuda") and not any(Path("/dev").glob("nvidia[0-9]*")):
         raise ValueError(f"engine.device={device!r}: this machine has no CUDA device; must be auto or cpu here")
+
+
+def _check_trace(path: str) -> None:
+    try:
+        read_trace(Path(path))
+    except OSError as error:
+        raise ValueError(f"elastic.trace={path!r}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"elastic.trace={path!r}: {error}") from None
 
 
 def _check_output(output_dir: str) -> None:

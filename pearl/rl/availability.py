@@ -1,0 +1,104 @@
+"""External workers of this machine that come and go as a trace of availability says; a child of rank 0.
+
+    python -m pearl.rl.availability RUN PARENT_PID       (started by rank 0 of a job with `elastic.trace`)
+
+Owns the processes of these workers and the trace's pace. It knows nothing of what they serve: a node that is added is a worker
+that joins, one that is removed gets SIGTERM. Invariants: no more than `elastic.trace_nodes` run at a time, the nodes that came
+first; all of them die with the job. Torch-free.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from pearl import config as configuration
+from pearl.config import ElasticOptions
+from pearl.rl import process
+from pearl.sched.sim.availability import NodeChange, read_trace
+
+POLL_S = 0.1
+JOIN_ADDRESS = "join_address"
+
+
+class Nodes:
+    """Which nodes are there, and which of them run a worker; pure. `change` and `ended` say what is to be done."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.there: dict[str, None] = {}
+        self.running: set[str] = set()
+
+    def change(self, change: NodeChange) -> str | None:
+        """The node whose worker has to go, if any."""
+        if change.add:
+            self.there[change.node] = None
+            return None
+        self.there.pop(change.node, None)
+        return change.node if change.node in self.running else None
+
+    def ended(self, node: str) -> None:
+        """Its worker has ended; a node whose worker ended by itself gets no other."""
+        self.running.discard(node)
+        self.there.pop(node, None)
+
+    def starts(self) -> list[str]:
+        """The nodes that get a worker now."""
+        free = self._most - len(self.running)
+        nodes = [node for node in self.there if node not in self.running][: max(0, free)]
+        self.running.update(nodes)
+        return nodes
+
+
+class Availability:
+    """Plays the trace from when `run` is called."""
+
+    def __init__(self, run: Path, changes: Iterable[NodeChange], options: ElasticOptions) -> None:
+        self._run, self._options = run, options
+        self._changes = list(changes)
+        self._nodes = Nodes(options.trace_nodes)
+        self._workers: dict[str, subprocess.Popen] = {}
+
+    def play(self) -> None:
+        """Never returns: the end of the job is the end of this process."""
+        while not (self._run / JOIN_ADDRESS).exists():
+            time.sleep(POLL_S)
+        began = time.monotonic()
+        while True:
+            self._turn((time.monotonic() - began) * self._options.speedup)
+            time.sleep(POLL_S)
+
+    def _turn(self, now_s: float) -> None:
+        while self._changes and self._changes[0].at_s <= now_s:
+            leaving = self._nodes.change(self._changes.pop(0))
+            if leaving is not None:
+                self._workers[leaving].send_signal(signal.SIGTERM)
+        for node, worker in list(self._workers.items()):
+            if worker.poll() is not None:
+                print(f"{node}: ended with exit code {worker.returncode}", flush=True)
+                del self._workers[node]
+                self._nodes.ended(node)
+        for node in self._nodes.starts():
+            self._workers[node] = self._start(node)
+
+    def _start(self, node: str) -> subprocess.Popen:
+        address = (self._run / JOIN_ADDRESS).read_text().strip()
+        print(f"{node}: joins", flush=True)
+        command = [sys.executable, "-m", "pearl.rl.join", address, "--with-parent", "--gpus", node]
+        return process.start(command, self._run / "logs" / f"external-{node}.log")
+
+
+def main(argv: list[str]) -> None:
+    run, parent = Path(argv[0]), int(argv[1])
+    process.die_with_parent(parent=parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the job, whose end is ours
+    options = configuration.from_json((run / "config.json").read_bytes()).elastic
+    Availability(run, read_trace(Path(options.trace)).changes, options).play()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
