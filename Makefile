@@ -1,6 +1,7 @@
 # make setup   a virtual environment in .venv with everything, pearl._C built; a second call does only what is needed
 # make run     setup, then train the quickstart recipe        (make run ARGS="quickstart --nproc 3 --set seed=1")
 # make test    setup, then the tests that need no GPU          make test-all: the slow ones too
+# make demo-elastic   setup, then a job whose workers come and go (examples/elastic.py)
 # make lint    ruff, mypy, import contracts                    make clean: removes what was built, and .venv
 #
 # Variables: PYTHON (3.11 or later), VENV, TORCH (what pip installs as torch, before anything else can pull another build),
@@ -21,7 +22,7 @@ NATIVE = setup.py $(shell find csrc -type f)
 # One thread per process: several processes with several threads each on few cores are many times slower.
 THREADS = OMP_NUM_THREADS=1
 
-.PHONY: setup run test test-all lint clean
+.PHONY: setup run test test-all demo-elastic lint clean
 .NOTPARALLEL:
 
 setup: $(STAMP)-native
@@ -60,6 +61,9 @@ test: setup
 
 test-all: setup
 	@$(THREADS) $(VENV)/bin/python -m pytest $(TESTS) -q -n $(WORKERS) -m "not gpu and not multi_gpu"
+
+demo-elastic: setup
+	@$(THREADS) $(VENV)/bin/python examples/elastic.py
 
 lint: setup
 	@$(VENV)/bin/ruff check .
