@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from elastic_cases import ElasticJob, Wire, kill
 
+from bench.elastic_job import ElasticJob, Wire, kill
 from bench.job_process import ROOT
 
 slow = pytest.mark.slow
@@ -119,10 +119,10 @@ def test_a_resumed_job_finds_its_workers_again(tmp_path: Path) -> None:
         assert job.process.wait(30) != 0
         again = ElasticJob.begin(tmp_path, "max_steps=12", resume=job.run)
         with again:
-            again.wait_for("worker rank3 joined", 60)
+            again.wait_for(" joined from ", 60)
             assert job.externals["one"].wait(120) == 0, job.said("one")
             assert again.process.wait(120) == 0, again.output()
-        assert job.said("one").count("joined as member 3") == 2
+        assert job.said("one").count("joined as member") == 2
         rows = job.rows()
         assert [row["step"] for row in rows] == list(range(1, 13)) and all(row["lost_tokens"] == 0 for row in rows)
 

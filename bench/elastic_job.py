@@ -142,10 +142,6 @@ def check_books(rows: list[dict[str, Any]]) -> None:
         assert row["failed_trajectories"] == 0, row
 
 
-def pids(job: ElasticJob, *names: str) -> list[int]:
-    return [job.externals[name].pid for name in names]
-
-
 def kill(job: ElasticJob, name: str, signum: int = signal.SIGKILL) -> None:
     send(job.externals[name].pid, signum)
 
