@@ -153,9 +153,9 @@ def test_blocks_of_another_process_s_gpu_pool() -> None:
     receiver = CudaIpcTransport()
     with Owner("cuda_ipc", shape, 64, 7, blocks) as owner:
         assert receiver.refusal(owner.transfer, target) is None
-        for _ in range(20):  # the handle is opened once
+        for _ in range(20):  # its memory is opened once, be it a region or an allocation
             wait(receiver.begin(plan_of(owner.transfer, target, into), owner.transfer, target))
-        assert len(receiver._opened) == 1
+        assert len(receiver._opened) + len(receiver._regions) == 1
         assert torch.equal(bits(target.tensor[:, :, into].cpu()), bits(twin.tensor[:, :, blocks]))
         stale = owner.transfer
         owner.tell("end")
@@ -164,4 +164,25 @@ def test_blocks_of_another_process_s_gpu_pool() -> None:
     with pytest.raises(TransferError, match="is gone|cannot be opened"):
         wait(receiver.begin(plan_of(stale, target, into), stale, target))
     receiver.poll()
-    assert not receiver._opened
+    assert not receiver._opened and len(receiver._regions) == 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_pool_that_slept_is_read_anew() -> None:
+    """What is behind the door of a region after sleep and wake is what the receiver copies, and nothing while there is none."""
+    shape = layout(block_size=16, head_dim=64, dtype="bfloat16")
+    target, twin = make_pool(shape, 50, None, "cuda:0"), make_pool(shape, 64, 8)
+    blocks, receiver = list(range(40)), CudaIpcTransport()
+    with Owner("cuda_ipc", shape, 64, 7, blocks) as owner:
+        before = owner.transfer
+        wait(receiver.begin(plan_of(before, target, blocks), before, target))
+        owner.tell("end")
+        owner.tell("give_back")
+        with pytest.raises(TransferError, match="has given back the memory of its region"):
+            receiver.begin(plan_of(before, target, blocks), before, target)
+        receiver.poll()
+        assert len(receiver._regions) == 0
+        owner.tell("take")
+        now = msgspec.json.decode(owner.tell("again"), type=KVTransfer)
+        wait(receiver.begin(plan_of(now, target, blocks), now, target))
+        assert torch.equal(bits(target.tensor[:, :, blocks].cpu()), bits(twin.tensor[:, :, blocks]))
