@@ -57,14 +57,28 @@ def token_terms(
     rows: int = 1024,
     narrow: bool = False,
     reference: Head | None = None,
+    tiles: bool | None = None,
 ) -> TokenTerms:
     """The terms of each row, differentiable in `hidden_ND` and `weight_VD` (not in the reference's).
 
     The backward pass computes the logits again, unless one piece has them all. `narrow`: factors of products are in bf16.
+    `tiles`: by the Triton kernels, in which not even a piece of the logits is in memory on the way forwards; None: on a GPU,
+    where there is no reference, whose distributions they do not know (not run on a GPU).
     """
+    if reference is None and hidden_ND.dtype != torch.float64 and (hidden_ND.is_cuda if tiles is None else tiles):
+        return _by_tiles(hidden_ND, weight_VD, targets_N, temperature, narrow)
     theirs = None if reference is None else Head(reference.hidden_ND.detach(), reference.weight_VD.detach())
     width = max(COLUMNS, len(weight_VD) * rows // max(1, len(targets_N)))
     return TokenTerms(*_TokenTerms.apply(hidden_ND, weight_VD, targets_N, theirs, _How(temperature, width, narrow)))
+
+
+def _by_tiles(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float, narrow: bool) -> TokenTerms:
+    from pearl.engine.kernels.triton.token_logprobs import token_logprobs  # an extra, and it takes a second
+
+    dtype = torch.bfloat16 if narrow else torch.promote_types(hidden_ND.dtype, weight_VD.dtype)
+    with torch.autocast(hidden_ND.device.type, enabled=False):
+        logprobs_N, entropy_N = token_logprobs(hidden_ND.to(dtype), weight_VD.to(dtype), targets_N, temperature)
+    return TokenTerms(logprobs_N, entropy_N, torch.zeros_like(logprobs_N))
 
 
 class _How(NamedTuple):

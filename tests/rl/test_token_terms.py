@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from triton_cases import DEVICE
 
 import pearl.rl.token_terms as module
 from pearl.rl.token_terms import Head, token_terms
@@ -120,3 +121,27 @@ def test_narrow_products_cost_what_bf16_factors_do():
     theirs = torch.autograd.grad(exact.logprobs_N.sum(), rounded)
     for a, b in zip(ours, theirs, strict=True):
         assert a.dtype == torch.float32 and 0 < float((a - b).norm() / b.norm()) < 2**-7
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_triton_kernels_give_the_same_values_and_gradients(temperature: float, frozen: bool):
+    """In Triton's interpreter here; on a GPU they are what the trainer takes."""
+    pytest.importorskip("triton", reason="the Triton kernels need the package triton (extras cuda and dev)")
+    found = []
+    for tiles in (True, False):
+        hidden, weight, targets, _ = (x.to(DEVICE) if isinstance(x, Tensor) else x for x in tensors(torch.float32))
+        hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_(not frozen)
+        terms = token_terms(hidden, weight, targets, temperature=temperature, tiles=tiles)
+        factors = torch.randn(2, N, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        (factors[0] @ terms.logprobs_N + factors[1] @ terms.entropy_N).backward()
+        assert bool((terms.kl_N == 0).all()) and (weight.grad is None) == frozen
+        found.append([terms.logprobs_N.detach(), terms.entropy_N.detach(), hidden.grad, *([] if frozen else [weight.grad])])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_exact_kl_and_float64_never_go_by_tiles():
+    hidden, weight, targets, head = tensors()
+    assert token_terms(hidden, weight, targets, reference=head, tiles=True).kl_N.abs().min() > 0
+    assert token_terms(hidden, weight, targets, tiles=True).logprobs_N.dtype == torch.float64

@@ -96,8 +96,11 @@ def read_number(text: str) -> int | None:
 
 
 def _game(question: str, low: int, high: int) -> tuple[str, ...]:
-    """The messages of one game by halves, the number being the last but one."""
-    hidden, said = high - 1 if high - 1 > low else high, [question]
+    """The messages of one game by halves, in which both answers come if there is room for them: lower, then higher."""
+    first = (low + high) // 2
+    second = (low + first - 1) // 2
+    hidden = (second + first) // 2 if low <= second < first - 1 else high
+    said = [question]
     while (guess := (low + high) // 2) != hidden:
         said += [str(guess), "Higher." if guess < hidden else "Lower."]
         low, high = (guess + 1, high) if guess < hidden else (low, guess - 1)

@@ -66,7 +66,7 @@ def test_unreadable_turns_cost_and_count() -> None:
 
 def test_the_example_is_a_game_that_halving_would_play() -> None:
     question = "Guess the number from 1 to 10."
-    assert HiLo().example == (question, "5", "Higher.", "8", "Higher.", "9", "Right.")
+    assert HiLo().example == (question, "5", "Lower.", "2", "Higher.", "3", "Right.")
     assert HiLo(low=1, high=2).example[1:] == ("1", "Higher.", "2", "Right.")
     assert set(HiLo().example) <= set(HiLo().words)
     assert HiLo(example=False).example == ()
