@@ -18,16 +18,16 @@ SMALL: CostProfile = replace(COSTS, kv_capacity_tokens=4000, prepare=ChangeCost(
 """A pool of few blocks: sequences give way now and then, and books are checked quickly."""
 
 
-def plans(seed: int = 0, *, group: int = 4, turns: int = 6, longest: int = 900) -> Iterator[TrajectoryPlan]:
-    """Trajectories without end, of at most `turns` turns and `longest` tokens."""
+def plans(seed: int = 0, *, group: int = 4, turns: int = 6, longest: int = 900, tokens: int = 120) -> Iterator[TrajectoryPlan]:
+    """Trajectories without end, of at most `turns` turns and `longest` tokens, at most `tokens` being drawn in a turn."""
     rng = random.Random(seed)
     for number in itertools.count():
         if number % group == 0:
-            first = rng.randint(20, 150)
+            first = 4 * rng.randint(5, longest // 24)
         kept: list[TurnPlan] = []
         left = longest - first
         for turn in range(rng.randint(1, turns)):
-            appended, generated = rng.randint(1, 150) if turn else 0, rng.randint(1, 120)
+            appended, generated = rng.randint(1, 5 * tokens // 4) if turn else 0, rng.randint(1, tokens)
             left -= appended + generated
             if left < 0:
                 break

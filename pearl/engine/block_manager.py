@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pearl.engine import prefix_cache
-from pearl.engine.prefix_cache import Parent, PrefixCache, Root, SessionChains
+from pearl.engine.prefix_cache import CacheEntry, Parent, PrefixCache, Root, SessionChains
 from pearl.engine.request import Request
 
 CHAIN_BLOCKS_PER_BLOCK = 4
@@ -37,6 +37,8 @@ class BlockManager:
         self._next_lease = 0
         self._num_used = 0
         self._registered: dict[str, tuple[int, Parent]] = {}
+        self._trails: dict[str, list[CacheEntry]] = {}
+        """Of requests of sessions: what their first blocks are cached as."""
 
     # ------------------------------------------------------------------------------------------------ counts
 
@@ -93,9 +95,13 @@ class BlockManager:
         hits: list[int] = []
         parent: Parent = root
         if self.enable_prefix_cache:
-            self._recall_session(request, root)
+            trail = self._recall_session(request, root)
             chain, ids, size, find = self._chain(request, root), request.token_ids, self.block_size, self.cache.find
-            for index in range(self._most_cacheable(request) // size):
+            most = self._most_cacheable(request) // size
+            del trail[most:]
+            hits = [entry.block_id for entry in trail]
+            parent = trail[-1].entry_id if trail else root
+            for index in range(len(hits), most):
                 content = tuple(ids[index * size : (index + 1) * size])
                 if len(chain) == index + 1:
                     chain.append(prefix_cache.block_hash(chain[index], content))
@@ -103,6 +109,7 @@ class BlockManager:
                 if entry is None:
                     break
                 hits.append(entry.block_id)
+                trail.append(entry)
                 parent = entry.entry_id
         self._hold_all(hits)
         request.block_table.extend(hits)
@@ -137,36 +144,42 @@ class BlockManager:
         done, parent = self._registered.get(request.request_id, (0, root))
         if not done or not self.cache.is_live(parent):  # gone: another request's copy of our prefix, so cache our own
             done, parent = 0, root
+            self._trails.pop(request.request_id, None)
         full = request.num_written_tokens // self.block_size
         chain = self._chain(request, root)
         for index in range(len(chain) - 1, done):  # another's copy was used so far: nobody has asked for these hashes
             chain.append(prefix_cache.block_hash(chain[index], self._ids(request, index)))
+        trail = None if request.session_id is None else self._trails.setdefault(request.request_id, [])
         for index in range(done, full):
             content = self._ids(request, index)
             if len(chain) == index + 1:
                 chain.append(prefix_cache.block_hash(chain[index], content))
             parent = self.cache.insert(chain[index + 1], parent, content, request.block_table[index])
+            if trail is not None:
+                trail.append(self.cache.entry(parent))
         self._registered[request.request_id] = (max(done, full), parent)
 
     def free(self, request: Request) -> None:
         """Takes all blocks from the request; nothing of it is computed any more. Its last blocks are evicted first."""
-        refs, cache, leased = self._refs, self.cache, self._lease_counts
-        released = []
+        refs, leased = self._refs, self._lease_counts
+        unheld = []
         for block_id in reversed(request.block_table):
-            refs[block_id] -= 1
-            if not refs[block_id]:
-                self._num_used -= 1
-                if block_id not in leased:
-                    (released if block_id in cache else self._free).append(block_id)
-        cache.release_all(released)
+            left = refs[block_id] = refs[block_id] - 1
+            if not left:
+                unheld.append(block_id)
+        self._num_used -= len(unheld)
+        if leased:
+            unheld = [block_id for block_id in unheld if block_id not in leased]
+        self._free += self.cache.release_all(unheld)
         request.block_table.clear()
         request.num_computed_tokens = request.num_written_tokens = 0
         self._registered.pop(request.request_id, None)
 
     def remember_session(self, request: Request) -> None:
-        """Keeps the hashes of an ended request for the next turn of its session."""
+        """Keeps the hashes and cached blocks of an ended request for the next turn of its session."""
         if request.session_id is not None and self.enable_prefix_cache:
-            self.sessions.keep(request.session_id, request.token_ids, request.block_hashes)
+            trail = self._trails.pop(request.request_id, [])
+            self.sessions.keep(request.session_id, request.token_ids, request.block_hashes, trail)
 
     def reset_prefix_cache(self) -> int:
         """Forgets all cached content; returns how many blocks were cached. Owners and leases keep their blocks."""
@@ -290,9 +303,16 @@ class BlockManager:
     def _ids(self, request: Request, index: int) -> tuple[int, ...]:
         return tuple(request.token_ids[index * self.block_size : (index + 1) * self.block_size])
 
-    def _recall_session(self, request: Request, root: Root) -> None:
-        if request.session_id is not None and not request.block_hashes:
-            request.block_hashes = self.sessions.recall(request.session_id, request.token_ids, root)
+    def _recall_session(self, request: Request, root: Root) -> list[CacheEntry]:
+        """The blocks that the session's last turn had in common with this request, as far as they are still cached; they
+        are the beginning of the request's trail. Its hashes too, if it has none."""
+        if request.session_id is None:
+            return []
+        chain, trail = self.sessions.recall(request.session_id, request.token_ids, root)
+        if not request.block_hashes:
+            request.block_hashes = chain
+        trail = self._trails[request.request_id] = self.cache.still_there(trail, root)
+        return trail
 
     def _chain(self, request: Request, root: Root) -> list[int]:
         """The request's hashes, [root, block 0, block 1, ...] as far as they are known, of one root: emptied for another."""

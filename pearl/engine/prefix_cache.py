@@ -4,7 +4,8 @@ Owns the map from content to block and the eviction order of cached blocks that 
 reference counts or the pool's size (`block_manager.py` does). Invariant: an entry is found only by equal content: the
 block's own ids, the identity of the entry before it, and at the chain's root the weight version and the caller's salt.
 Hashes only choose the bucket to look in, so a colliding hash costs time and never a wrong answer.
-`SessionChains` keeps the hashes of a conversation's last turn, so that the next turn hashes only what is new.
+`SessionChains` keeps the hashes of a conversation's last turn and what it was cached as, so that the next turn hashes and looks
+up only what is new.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+
+from pearl.engine.token_runs import TokenRuns
 
 Root = tuple[int, str | None]
 """(weight_version, cache_salt): what the first block of a chain has for a parent."""
@@ -88,6 +91,18 @@ class PrefixCache:
                 return entry
         return None
 
+    def still_there(self, trail: list[CacheEntry], root: Root) -> list[CacheEntry]:
+        """The first of these entries, each the child of the one before, as far as none of them was dropped."""
+        if not trail or trail[0].parent != root:
+            return []
+        by_id = self._by_id
+        gone = next((index for index, entry in enumerate(trail) if by_id.get(entry.entry_id) is not entry), None)
+        return trail[:gone]
+
+    def entry(self, entry_id: int) -> CacheEntry:
+        """A live entry by its id; KeyError for one that was dropped."""
+        return self._by_id[entry_id]
+
     def insert(self, hash_: int, parent: Parent, token_ids: tuple[int, ...], block_id: int) -> int:
         """Makes a written block findable; returns its entry id, or that of the block that already holds this content."""
         present = self.find(hash_, parent, token_ids)
@@ -119,9 +134,14 @@ class PrefixCache:
         self._evictable[block_id] = None
         self._evictable.move_to_end(block_id)
 
-    def release_all(self, block_ids: Iterable[int]) -> None:
-        """The same for several held ones, in this order."""
+    def release_all(self, block_ids: Sequence[int]) -> list[int]:
+        """Nobody holds these blocks any more, in this order; returns those of them that are not cached."""
+        cached = self._by_block
+        others = [block_id for block_id in block_ids if block_id not in cached]
         self._evictable.update(dict.fromkeys(block_ids))
+        for block_id in others:
+            del self._evictable[block_id]
+        return others
 
     def hold(self, block_id: int) -> None:
         """Somebody holds this cached block: it is not evicted."""
@@ -164,7 +184,8 @@ class PrefixCache:
 
 
 class SessionChains:
-    """Hash chains [root, block 0, block 1, ...] by session, with the ids they were made from; the least recently used go first.
+    """Hash chains [root, block 0, block 1, ...] by session, with the ids they were made from and the blocks' entries in the
+    cache (the trail, which may be shorter, and whose entries may be gone since); the least recently used go first.
 
     `max_blocks` bounds the hashed blocks of all sessions together. A chain is used as far as the ids are the same, so a session
     whose turns do not continue each other costs hashing and never a wrong hash.
@@ -172,7 +193,7 @@ class SessionChains:
 
     def __init__(self, max_blocks: int, block_size: int) -> None:
         self._max_blocks, self._block_size = max_blocks, block_size
-        self._chains: OrderedDict[str, tuple[array[int], list[int]]] = OrderedDict()
+        self._chains: OrderedDict[str, tuple[array[int] | TokenRuns, list[int], list[CacheEntry]]] = OrderedDict()
         self._num_blocks = 0
 
     def __len__(self) -> int:
@@ -183,31 +204,36 @@ class SessionChains:
         """Hashed blocks of all sessions."""
         return self._num_blocks
 
-    def keep(self, session_id: str, token_ids: Sequence[int], chain: list[int]) -> None:
-        """Remembers the chain of the ids that a session has now, in place of the one before."""
+    def keep(self, session_id: str, token_ids: Sequence[int] | TokenRuns, chain: list[int], trail: list[CacheEntry]) -> None:
+        """Remembers chain and trail of the ids that a session has now, in place of those before."""
         self._forget(session_id)
         length = len(chain) - 1
         if not 0 < length <= self._max_blocks:
             return
-        self._chains[session_id] = (array("q", token_ids[: length * self._block_size]), list(chain))
+        self._chains[session_id] = (_beginning(token_ids, length * self._block_size), list(chain), trail)
         self._num_blocks += length
         while self._num_blocks > self._max_blocks:
             self._forget(next(iter(self._chains)))
 
-    def recall(self, session_id: str, token_ids: Sequence[int], root: Root) -> list[int]:
-        """The session's chain as far as it is that of `token_ids` under `root`; empty, and forgotten, under another root."""
-        ids, chain = self._chains.get(session_id, (None, []))
+    def recall(
+        self, session_id: str, token_ids: Sequence[int] | TokenRuns, root: Root
+    ) -> tuple[list[int], list[CacheEntry]]:
+        """Chain and trail as far as they are those of `token_ids` under `root`; empty, and forgotten, under another root."""
+        ids, chain, trail = self._chains.get(session_id, (None, [], []))
         if ids is None:
-            return []
+            return [], []
         if chain[0] != root_hash(root):
             self._forget(session_id)
-            return []
+            return [], []
         self._chains.move_to_end(session_id)
-        return chain[: 1 + self._num_equal(ids, token_ids)]
+        equal = self._num_equal(ids, token_ids)
+        return chain[: 1 + equal], trail[:equal]
 
-    def _num_equal(self, ids: array[int], token_ids: Sequence[int]) -> int:
+    def _num_equal(self, ids: array[int] | TokenRuns, token_ids: Sequence[int] | TokenRuns) -> int:
         """Blocks at the start that are the same in both; the usual case, all of them, is one comparison."""
         size, most = self._block_size, min(len(ids), len(token_ids))
+        if isinstance(ids, TokenRuns) and isinstance(token_ids, TokenRuns):
+            return ids.num_equal(token_ids) // size
         given = array("q", token_ids[:most])
         if ids[:most] == given:
             return most // size
@@ -217,3 +243,11 @@ class SessionChains:
         kept = self._chains.pop(session_id, None)
         if kept is not None:
             self._num_blocks -= len(kept[1]) - 1
+
+
+def _beginning(token_ids: Sequence[int] | TokenRuns, count: int) -> array[int] | TokenRuns:
+    if not isinstance(token_ids, TokenRuns):
+        return array("q", token_ids[:count])
+    runs = token_ids.copy()
+    runs.cut(count)
+    return runs

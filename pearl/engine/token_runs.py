@@ -58,7 +58,7 @@ class TokenRuns:
     def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
         if isinstance(index, slice):
             first, last, ends = index.start, index.stop, self._ends
-            if first and last and (ends[-2] if len(ends) > 1 else 0) <= first < last <= ends[-1]:
+            if first and last and ends and (ends[-2] if len(ends) > 1 else 0) <= first < last <= ends[-1]:
                 return _same(self._ids[-1], last - first)  # blocks of the last run: nearly all that is asked for
             start, stop, _ = index.indices(len(self))
             return self._part(start, stop)
@@ -108,6 +108,17 @@ class TokenRuns:
             self._ids.pop()
         if self._ends and self._ends[-1] > length:
             self._ends[-1] = length
+
+    def num_equal(self, other: TokenRuns) -> int:
+        """How many ids at the start are the same in both."""
+        equal = 0
+        for mine, theirs, end, their_end in zip(self._ids, other._ids, self._ends, other._ends, strict=False):
+            if mine != theirs:
+                break
+            equal = min(end, their_end)
+            if end != their_end:
+                break
+        return equal
 
     def _run_at(self, position: int) -> int:
         """Searched from the end, where the looking is done."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pearl.engine.prefix_cache import PrefixCache, SessionChains, block_hash, root_hash
+from pearl.engine.token_runs import TokenRuns
 
 ROOT = (0, None)
 
@@ -114,38 +115,66 @@ def chain_of(ids, root=(0, None), size=2):
     return chain
 
 
-def test_a_session_s_chain_holds_as_far_as_the_ids_do():
+def trail_of(cache, ids, root=(0, None), size=2):
+    """The entries of a chain, which it enters."""
+    chain, parent, trail = chain_of(ids, root, size), root, []
+    for block, hash_ in enumerate(chain[1:]):
+        parent = cache.insert(hash_, parent, tuple(ids[block * size : (block + 1) * size]), block)
+        trail.append(cache.entry(parent))
+    return trail
+
+
+def runs_of(ids):
+    runs = TokenRuns()
+    runs.extend(ids)
+    return runs
+
+
+@pytest.mark.parametrize("kind", [list, runs_of])
+def test_a_session_s_chain_and_trail_hold_as_far_as_the_ids_do(kind):
     sessions, ids = SessionChains(max_blocks=10, block_size=2), [1, 2, 3, 4, 5, 6, 7]
-    sessions.keep("s", ids, chain_of(ids))
+    chain, trail = chain_of(ids), trail_of(PrefixCache(), ids)
+    sessions.keep("s", kind(ids), chain, trail)
     for longer in (ids, [*ids, 8, 9], ids[:6]):
-        assert sessions.recall("s", longer, (0, None)) == chain_of(ids)
+        assert sessions.recall("s", kind(longer), (0, None)) == (chain, trail)
     for number, same in enumerate([0, 0, 1, 1, 2, 2, 3]):
         changed = [*ids[:number], 99, *ids[number + 1 :], 8]
-        assert sessions.recall("s", changed, (0, None)) == chain_of(ids)[: 1 + same]
-    for length in range(7):
-        assert sessions.recall("s", ids[:length], (0, None)) == chain_of(ids)[: 1 + length // 2]
-    assert sessions.recall("other", ids, (0, None)) == []
+        assert sessions.recall("s", kind(changed), (0, None)) == (chain[: 1 + same], trail[:same])
+    for length in range(1, 7):
+        assert sessions.recall("s", kind(ids[:length]), (0, None)) == (chain[: 1 + length // 2], trail[: length // 2])
+    assert sessions.recall("other", kind(ids), (0, None)) == ([], [])
     assert (len(sessions), sessions.num_blocks) == (1, 3)
 
 
 @pytest.mark.parametrize("root", [(1, None), (0, "salt")])
 def test_a_chain_of_another_root_is_forgotten(root):
     sessions, ids = SessionChains(max_blocks=10, block_size=2), [1, 2, 3, 4]
-    sessions.keep("s", ids, chain_of(ids))
-    assert sessions.recall("s", ids, root) == []
+    sessions.keep("s", ids, chain_of(ids), trail_of(PrefixCache(), ids))
+    assert sessions.recall("s", ids, root) == ([], [])
     assert (len(sessions), sessions.num_blocks) == (0, 0)
 
 
 def test_the_session_used_longest_ago_is_forgotten_first():
     sessions, ids = SessionChains(max_blocks=6, block_size=2), [1, 2, 3, 4]
     for name in "abc":
-        sessions.keep(name, ids, chain_of(ids))
+        sessions.keep(name, ids, chain_of(ids), [])
     sessions.recall("a", ids, (0, None))
-    sessions.keep("d", ids, chain_of(ids))
-    assert [name for name in "abcd" if sessions.recall(name, ids, (0, None))] == ["a", "c", "d"]
+    sessions.keep("d", ids, chain_of(ids), [])
+    assert [name for name in "abcd" if sessions.recall(name, ids, (0, None))[0]] == ["a", "c", "d"]
     assert (len(sessions), sessions.num_blocks) == (3, 6)
-    sessions.keep("a", ids[:2], chain_of(ids[:2]))  # in place of what it had
+    sessions.keep("a", ids[:2], chain_of(ids[:2]), [])  # in place of what it had
     assert (len(sessions), sessions.num_blocks) == (3, 5)
-    sessions.keep("c", list(range(14)), chain_of(list(range(14))))  # more than all may have
-    sessions.keep("d", [1], chain_of([1]))  # not one whole block
+    sessions.keep("c", list(range(14)), chain_of(list(range(14))), [])  # more than all may have
+    sessions.keep("d", [1], chain_of([1]), [])  # not one whole block
     assert (len(sessions), sessions.num_blocks) == (1, 1)
+
+
+def test_a_trail_is_there_up_to_the_first_entry_that_was_dropped():
+    cache, ids = PrefixCache(), [1, 2, 3, 4, 5, 6]
+    trail = trail_of(cache, ids)
+    assert cache.still_there(trail, ROOT) == trail
+    assert cache.still_there(trail, (1, None)) == cache.still_there([], ROOT) == []
+    cache.drop(1)
+    assert cache.still_there(trail, ROOT) == trail[:1]
+    cache.insert(trail[1].hash, trail[0].entry_id, trail[1].token_ids, 1)  # equal content is another entry
+    assert cache.still_there(trail, ROOT) == trail[:1]

@@ -5,7 +5,7 @@ Invariant: `ids` holds every token that was drawn or answered, whoever drew it, 
 
 Tokens are not made up one by one: the first prompt is the group's own number again and again, what follows the trajectory's
 own. So siblings share their prompt in the prefix cache and nothing else, a trajectory's turns share all of their prefix, and
-both are found by the real hash chains, which go from turn to turn with the episode (as an engine's sessions keep them).
+both are found by the real hash chains; a trajectory is a session, whose chain each pool keeps from turn to turn.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class Episode:
     oldest: int = -1
     attempt: int = 0
     salt: str | None = None
-    hashes: list[int] = field(default_factory=list)
     known: int = 0
     """Tokens whose KV was somewhere before this turn: what a full hit would find."""
 
@@ -54,7 +53,6 @@ class Episode:
         self.ids = TokenRuns.of(2 * self.plan.group, self.plan.first_prompt)
         self.turn = self.drawn = self.known = 0
         self.oldest, self.request_id, self.waiting, self.answered, self.salt = -1, "", False, True, None
-        self.hashes = []
         self.attempt += 1
 
     @property
@@ -98,7 +96,7 @@ class Episode:
             max_tokens=self.current.generated - self.drawn,
             seed=self.token,
             cache_salt=self.salt,
-            block_hashes=self.hashes,
+            session_id=self.name,
             arrival=now,
         )
 
@@ -124,4 +122,3 @@ class Episode:
         self.answered = True
         if miss_share and self.chance.random() < miss_share:
             self.salt = f"{self.turn}"
-            self.hashes = []
