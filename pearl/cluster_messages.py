@@ -150,13 +150,17 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
 
 
 class Joined(msgspec.Struct, frozen=True, kw_only=True, tag="joined"):
-    """The answer: its number, the job's configuration (JSON), the folder of the model, and where the present weights are."""
+    """The answer: its number, the job's configuration (JSON), the folder of the model, and where the present weights are.
+
+    `files`: what an engine needs of that folder, for who does not see it.
+    """
 
     rank: int
     config: str
     model_folder: str
     weight_version: int
     pulls: list[str] = []
+    files: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):

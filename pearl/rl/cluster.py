@@ -64,6 +64,10 @@ PROGRESS_EVERY_S = 0.2
 """How often at most the scheduler hears how far the batch is."""
 
 
+MODEL_FILES = ("config.json", "generation_config.json")
+"""All that an engine without weights and text needs of a model folder."""
+
+
 class ClusterDriver(Protocol):
     """What the cluster needs of the controller."""
 
@@ -212,6 +216,7 @@ class Cluster:
             model_folder=self._model_folder,
             weight_version=self._version,
             pulls=self.pulls(),
+            files=self._model_files(),
         )
         if not self.externals.tell(peer, answer):
             self.externals.forget(member.number)
@@ -220,6 +225,10 @@ class Cluster:
             WorkerJoined(worker=member.name, gpus=frozenset(member.gpus), external=True, prepared=False, active=False), now
         )
         self._driver.notice(f"worker {member.name} joined from {join.host} (pid {join.pid})")
+
+    def _model_files(self) -> dict[str, str]:
+        paths = [Path(self._model_folder) / name for name in MODEL_FILES]
+        return {path.name: path.read_text() for path in paths if path.is_file()}
 
     def _reported(self, name: str, event: Report, now: float) -> None:
         member = self.externals.members.get(event.rank)

@@ -222,7 +222,7 @@ def build_engine(config: Config, pace: Pace, folder: Path, *, asleep: bool = Fal
     blocks = config.engine.num_blocks or max(1, int(pace.profile.kv_capacity_tokens // config.engine.block_size))
     mean = min(config.emulation.turn_tokens, config.rollout.max_tokens)
     return EmulatedEngine(
-        dataclasses.replace(config.engine, num_blocks=blocks, model=str(folder)),
+        dataclasses.replace(config.engine, num_blocks=blocks, model=None),
         costs=ProfileCosts(pace),
         speech=Speech(alphabet=alphabet_of(folder, model), mean_tokens=mean),
         max_model_len=config.engine.max_model_len or model.max_position,
@@ -232,8 +232,10 @@ def build_engine(config: Config, pace: Pace, folder: Path, *, asleep: bool = Fal
 
 
 def alphabet_of(folder: Path, model: ModelConfig) -> tuple[int, ...]:
-    """Ids that an emulated policy says: the environment's words, if the tokenizer was made with them, else all but specials."""
-    added = json.loads((folder / "tokenizer.json").read_text()).get("added_tokens", [])
+    """Ids that an emulated policy says: the environment's words, if the tokenizer was made with them, else all but specials;
+    all there are, if there is no tokenizer."""
+    path = folder / "tokenizer.json"
+    added = json.loads(path.read_text()).get("added_tokens", []) if path.is_file() else []
     words = tuple(token["id"] for token in added if not token.get("special"))
     if words:
         return words

@@ -15,6 +15,7 @@ import torch
 
 from pearl.config import Config
 from pearl.engine.engine import Engine
+from pearl.engine.models.config import from_folder
 from pearl.engine.weights.holding import SnapshotHolding
 from pearl.engine.weights.pull_server import PullServer
 from pearl.engine.weights.snapshot import Snapshot
@@ -41,7 +42,7 @@ class ExternalParts:
 def build(config: Config, folder: Path, *, name: str, host: str, start: float) -> ExternalParts:
     """An engine without weights; they come with the first order."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    engine_config = dataclasses.replace(config.engine, model=str(folder), seed=config.seed)
+    engine_config = dataclasses.replace(config.engine, model=from_folder(folder), seed=config.seed)
     engine = Engine(engine_config, load_weights=False, text=False)
     snapshot = Snapshot(engine.model_config, getattr(torch, config.engine.dtype))
     server = PullServer(SnapshotHolding(snapshot.reader(), versions=1), host=host)

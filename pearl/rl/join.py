@@ -15,8 +15,10 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,14 +162,27 @@ def _first_order(link: Link, rank: int) -> Prepare | Stop:
 def _build(config: Config, joined: Joined, address: Address) -> Any:
     """Engine, the way to weights, and where others can have them; of a kind that fits the job."""
     start = time.perf_counter()
+    with model_folder(joined) as folder:
+        if config.emulated is not None:
+            from pearl.rl import emulated
+
+            return emulated.build_external(config, folder, start)
+        from pearl.rl import external_parts
+
+        return external_parts.build(config, folder, name=f"member {joined.rank}", host=address.own_host(), start=start)
+
+
+@contextlib.contextmanager
+def model_folder(joined: Joined) -> Iterator[Path]:
+    """The job's, if this machine sees it; else one of the files that the job has sent along, while an engine is built."""
     folder = Path(joined.model_folder)
-    if config.emulated is not None:
-        from pearl.rl import emulated
-
-        return emulated.build_external(config, folder, start)
-    from pearl.rl import external_parts
-
-    return external_parts.build(config, folder, name=f"member {joined.rank}", host=address.own_host(), start=start)
+    if (folder / "config.json").is_file():
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="pearl-join-") as temporary:
+        for name, text in joined.files.items():
+            (Path(temporary) / Path(name).name).write_text(text)
+        yield Path(temporary)
 
 
 def _say(text: str) -> None:

@@ -141,12 +141,21 @@ def build_parts(
     pulls = None
     if isinstance(snapshot, Snapshot):
         # One version at a time: whatever becomes of those who pull, the next one has a slot to be written to.
-        pulls = PullServer(SnapshotHolding(snapshot.reader(), versions=1), host=own_address() if groups.publish else LOCAL)
+        pulls = PullServer(SnapshotHolding(snapshot.reader(), versions=1), host=_pull_host(config, groups.publish is not None))
     fetcher = None
     if lent is not None and snapshot is not None:
         reader = snapshot.reader() if isinstance(snapshot, Snapshot) else snapshot
         fetcher = SnapshotFetcher(lent, reader, timeout_s=config.timeouts.command_s)
     return Parts(trainer=trainer, engine=engine or lent, publisher=publisher, fetcher=fetcher, pulls=pulls)
+
+
+def _pull_host(config: Config, several: bool) -> str:
+    """The address at which this machine's versions are given: one that others reach, if there may be others."""
+    host = config.elastic.listen.rpartition(":")[0]
+    own = own_address() if several else LOCAL
+    if own != LOCAL or host in ("", LOCAL, "localhost"):
+        return own
+    return socket.gethostbyname(socket.gethostname()) if host in ("0.0.0.0", "*") else host
 
 
 def own_address() -> str:
