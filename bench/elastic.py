@@ -66,7 +66,8 @@ def run(load: Load, settings: list[str], slowdown: float, steps: int, measured: 
     """One job; trained tokens per emulated second over its last `measured` steps, and what it had become."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        wanted = [*COMMON, f"emulation.slowdown={slowdown}", *load.settings(), *settings, f"max_steps={steps}", f"output_dir={folder / 'runs'}"]
+        own = [f"emulation.slowdown={slowdown}", f"max_steps={steps}", f"output_dir={folder / 'runs'}"]
+        wanted = [*COMMON, *load.settings(), *settings, *own]
         options = [part for value in wanted for part in ("--set", value)]
         command = ["-m", "pearl", "run", "quickstart", "--nproc", str(WORLD), *options]
         with JobProcess.command(folder, command) as job:

@@ -55,10 +55,12 @@ class ElasticJob(JobProcess):
     externals: dict[str, subprocess.Popen]
 
     @classmethod
-    def begin(cls, folder: Path, *extra: str, world: int = 3, quick: bool = True, resume: Path | None = None) -> ElasticJob:
-        """A quickstart whose run goes into `folder`/runs."""
-        device = f"device=emulated:{profile(folder)}"
-        values = [*((device, *QUICK) if quick else ()), f"output_dir={folder / 'runs'}", *extra]
+    def begin(
+        cls, folder: Path, *extra: str, world: int = 3, resume: Path | None = None, costs: dict[str, Any] | None = None
+    ) -> ElasticJob:
+        """A quickstart whose run goes into `folder`/runs; `costs` changes the profile."""
+        device = f"device=emulated:{profile(folder, **(costs or {}))}"
+        values = [device, *QUICK, f"output_dir={folder / 'runs'}", *extra]
         settings = [part for value in (extra if resume else values) for part in ("--set", value)]
         what = ["--resume", str(resume)] if resume else ["quickstart"]
         job = cls.command(
@@ -147,10 +149,11 @@ def kill(job: ElasticJob, name: str, signum: int = signal.SIGKILL) -> None:
 
 
 class Wire(threading.Thread):
-    """A TCP proxy to `address`; `cut` stops forwarding without closing anything, `mend` goes on, `drop` closes all."""
+    """A TCP proxy to `address`; `cut` stops forwarding without closing anything, `mend` goes on. Pieces come `late_s` late."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, late_s: float = 0.0) -> None:
         super().__init__(daemon=True)
+        self._late_s = late_s
         found = re.fullmatch(r"([^:]+):(\d+)/(\w+)", address)
         assert found is not None
         self._target, self._token = (found[1], int(found[2])), found[3]
@@ -158,7 +161,6 @@ class Wire(threading.Thread):
         self._open = threading.Event()
         self._open.set()
         self._ends: list[socket.socket] = []
-        self.bytes = 0
         self.start()
 
     @property
@@ -192,9 +194,9 @@ class Wire(threading.Thread):
     def _forward(self, source: socket.socket, target: socket.socket) -> None:
         try:
             while data := source.recv(65536):
+                time.sleep(self._late_s)
                 self._open.wait()
                 target.sendall(data)
-                self.bytes += len(data)
         except OSError:
             pass
         for end in (source, target):

@@ -1,0 +1,199 @@
+"""External workers that fail at the worst moments, and others that lie: the job goes on, its books add up, nothing is left."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from bench.elastic_job import ElasticJob, Wire, kill
+from pearl.channel import Client, wait
+from pearl.protocol import (
+    Done,
+    Failed,
+    HandedOff,
+    Join,
+    Joined,
+    Leaving,
+    Pong,
+    Prepare,
+    Ready,
+    Refused,
+    Report,
+    TakenOver,
+    Tokens,
+    TokenUpdate,
+    ToRank,
+)
+from pearl.sched.cost_profile import ChangeCost
+
+slow = pytest.mark.slow
+MANY = "max_steps=400"
+
+
+def end(job: ElasticJob, signum: int = signal.SIGINT) -> None:
+    """Ctrl-C, and nothing may be left; the books of all steps hold."""
+    job.process.send_signal(signum)
+    assert job.wait_until_gone(40) is not None, f"{job.report()}\n{job.family()}"
+    assert job.process.wait() == 128 + signum
+    for row in job.rows():
+        assert row["lost_tokens"] == 0 and row["failed_trajectories"] == 0, row
+        assert row["dispatched"] == row["trained"] + row["dropped"] + row["in_flight"], row
+
+
+class Liar:
+    """A worker that speaks the protocol and does as the test says."""
+
+    def __init__(self, address: str) -> None:
+        found = re.fullmatch(r"(\S+)/(\w+)", address)
+        assert found is not None
+        self.context = zmq.Context()
+        self.client = Client(self.context, f"tcp://{found[1]}", secrets.token_hex(16), ToRank)
+        self.token = found[2]
+        self.heard: list[Any] = []
+
+    def join(self) -> int:
+        self.client.send(Join(token=self.token, pid=1, host="nowhere"))
+        joined = self.until(Joined)
+        return joined.rank
+
+    def until(self, kind: type, seconds: float = 30.0) -> Any:
+        deadline = time.monotonic() + seconds
+        while not (found := [message for message in self.heard if isinstance(message, kind)]):
+            assert time.monotonic() < deadline, f"no {kind.__name__} came: {self.heard}"
+            wait([self.client], 0.1)
+            self.heard += self.client.receive()
+        return found[-1]
+
+    def close(self) -> None:
+        self.client.close()
+        self.context.term()
+
+
+def test_lies_doubled_and_stale_words_change_nothing(tmp_path: Path) -> None:
+    with ElasticJob.begin(tmp_path, "max_steps=12") as job:
+        liar = Liar(job.address())
+        number = liar.join()
+        liar.client.send(Join(token=liar.token, pid=1, host="nowhere"))
+        order = liar.until(Prepare)
+        tokens = {"token_ids": [1], "logprobs": [0.0], "weight_versions": [0]}
+        words = [
+            Pong(rank=0, sequence=0),  # in the name of a rank of WORLD
+            Failed(rank=0, error="not mine to say"),
+            Report(rank=number, epoch=99, running=1, waiting=1, kv_used=1, kv_total=1, weight_version=7),
+            Done(rank=number, number=order.number + 1000, seconds=0.0),
+            Done(rank=number, number=0, seconds=0.0),
+            TakenOver(rank=number, transfer_id="none", request_id="none", ok=True),
+            HandedOff(rank=number, transfers=[]),
+            Tokens(
+                rank=number,
+                updates=[TokenUpdate(request_id=f"{n}-0/0", **tokens) for n in range(8)],
+                seconds=0.0, waiting=0, running=0, free_blocks=0,
+            ),
+        ]  # fmt: skip
+        for word in words * 2:
+            liar.client.send(word)
+        liar.client.socket.send(b"\x93junk")
+        liar.client.send(Done(rank=number, number=order.number, seconds=0.1))
+        liar.client.send(Done(rank=number, number=order.number, seconds=0.1))
+        liar.client.send(Ready(rank=number, max_model_len=64, kv_tokens=100))
+        job.step(1)
+        job.wait_for(f"worker rank{number} is gone: silent", 40)  # it answers no heartbeat
+        stranger = Liar(job.address())
+        stranger.client.send(Leaving(rank=1, notice_s=0.0))
+        assert "not a member" in stranger.until(Refused).reason
+        rows = job.finish()
+        for one in (liar, stranger):
+            one.close()
+    assert len(rows) == 12 and rows[-1]["late_tokens"] >= 8
+
+
+@slow
+def test_workers_killed_while_they_prepare_wake_and_fetch(tmp_path: Path) -> None:
+    costs = {"prepare": ChangeCost(fixed_s=1.0)}
+    with ElasticJob.begin(tmp_path, MANY, "emulation.publish_s=0.8", costs=costs) as job:
+        job.address()
+        for name, seconds in (("preparing", 0.6), ("waking", 2.6), ("fetching", 6.0)):
+            job.join(name)
+            job.until(lambda name=name: "joined" in job.said(name), f"{name} to join")
+            time.sleep(seconds)  # any moment will do; these are likely ones
+            kill(job, name)
+            job.step(1)
+        job.wait_for("is gone: silent", 60, count=3)
+        job.step(1)
+        end(job)
+
+
+@slow
+def test_a_worker_leaves_in_the_middle_of_a_change_of_roles(tmp_path: Path) -> None:
+    costs = {"switch": ChangeCost(fixed_s=1.5)}
+    with ElasticJob.begin(tmp_path, MANY, "pd.mode=split", "pd.ratio=1:2", "pd.cooldown_s=0", costs=costs, world=4) as job:
+        job.join("one")
+        job.join("two")
+        job.serving(1)
+        kill(job, "one", signal.SIGTERM)
+        kill(job, "two", signal.SIGTERM)
+        for name in ("one", "two"):
+            assert job.externals[name].wait(60) == 0, job.report()
+        job.step(2)
+        end(job)
+
+
+@slow
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_the_only_decode_worker_goes(tmp_path: Path, signum: int) -> None:
+    with ElasticJob.begin(tmp_path, MANY, "pd.mode=split", "pd.ratio=1:1", "pd.cooldown_s=0", world=2) as job:
+        job.join("one")
+        job.until(lambda: any("1P1D" in str(row["after"]) for row in job.transitions()), "a prefill and a decode worker")
+        job.step(1)
+        kill(job, "one", signum)
+        job.wait_for("is gone", 60)
+        job.step(2)
+        assert job.transitions()[-1]["after"] in ("1M", "1P", "1D")
+        end(job)
+
+
+@slow
+def test_a_slow_wire_makes_a_worker_slow_and_loses_nothing(tmp_path: Path) -> None:
+    with ElasticJob.begin(tmp_path, "max_steps=8") as job:
+        wire = Wire(job.address(), late_s=0.1)
+        job.join("slow", wire.address)
+        job.serving(1)
+        job.finish()
+        wire.close()
+
+
+@slow
+@pytest.mark.parametrize("phase", ["starting", "joining", "preparing", "serving", "stalled", "leaving"])
+def test_ctrl_c_in_every_phase_leaves_nothing(tmp_path: Path, phase: str) -> None:
+    costs = {"prepare": ChangeCost(fixed_s=3.0)} if phase == "preparing" else {}
+    with ElasticJob.begin(tmp_path, MANY, costs=costs) as job:
+        if phase == "starting":
+            job.wait_for("run directory", 60)
+            end(job)
+            return
+        job.join("one")
+        if phase == "joining":
+            end(job)
+            return
+        job.until(lambda: "joined" in job.said("one"), "a worker to join")
+        if phase != "preparing":
+            job.serving(1)
+            job.step(1)
+        if phase == "stalled":
+            kill(job, "one", signal.SIGSTOP)
+        if phase == "leaving":
+            kill(job, "one", signal.SIGTERM)
+        if phase == "stalled":
+            job.process.send_signal(signal.SIGINT)
+            assert job.process.wait(40) == 130
+            kill(job, "one", signal.SIGCONT)
+            assert job.wait_until_gone(40) is not None, job.family()
+            return
+        end(job)
