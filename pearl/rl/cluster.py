@@ -81,12 +81,12 @@ class Cluster:
     def __init__(self, driver: ClusterDriver, externals: Externals, router: Router, now: float) -> None:
         self.externals = externals
         self.router = router
-        self.claim = self._claim(False, now)
         self.collector: Collector | None = None
         self.service: ClusterService | None = None
         self.ordered: set[int] = set()
         """The numbers of all orders to single members."""
         self._driver, self._config = driver, driver.config
+        self.claim = self._claim(False, now)
         self._log = JsonlWriter(driver.run / "transitions.jsonl")
         self._ready: dict[int, Ready] = {}
         self._version = -1
