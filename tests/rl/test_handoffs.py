@@ -27,8 +27,8 @@ TRANSFER = KVTransfer(
     transfer_id="t1",
     request_id="s/0",
     state=RequestState(
-        request_id="s/0", name="s/0", index=0, params=SamplingParams(), token_ids=[1], num_prompt_tokens=1, max_tokens=2, seed=0,
-        stop_token_ids=[], eos_token_ids=[], cache_salt=None, session_id="s", cacheable=True, streaming=True,
+        request_id="s/0", name="s/0", index=0, params=SamplingParams(), token_ids=[1], num_prompt_tokens=1, max_tokens=2,
+        seed=0, stop_token_ids=[], eos_token_ids=[], cache_salt=None, session_id="s", cacheable=True, streaming=True,
         num_cached_tokens=0, num_preemptions=0, logprobs=[], top_logprobs=[], prompt_logprobs=[], weight_versions=[],
     ),
     source=KVEndpoint(worker="w", host="h", pid=1, num_blocks=1, addresses={}),
