@@ -241,13 +241,19 @@ class TokenUpdate(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
 
 
 class Tokens(Event, frozen=True, kw_only=True, tag="tokens"):
-    """All updates of one engine step in one message, and the load the router needs."""
+    """All updates of one engine step in one message, and the load the router needs.
+
+    `computed`: the tokens that ran in the step, of prompts and answers (0: nobody counted); `context`: tokens whose KV is held
+    by running requests.
+    """
 
     updates: list[TokenUpdate]
     seconds: float
     waiting: int
     running: int
     free_blocks: int
+    computed: int = 0
+    context: int = 0
 
 
 class Done(Event, frozen=True, kw_only=True, tag="done"):

@@ -216,9 +216,10 @@ class Town:
             self._build(rank, trainer=rank in self.layout.training)
         self.pool = Episodes()
         self.collector = Collector(self._rollout, pool=self.pool, router=self.cluster.router, send=self.send_to)
-        self.cluster.training_begins(0.0)
-        ready = {rank: Ready(rank=rank, max_model_len=LONGEST, kv_tokens=480, lends=True) for rank in self.loops}
+        lends = borrow != "none"
+        ready = {rank: Ready(rank=rank, max_model_len=LONGEST, kv_tokens=480, lends=lends) for rank in self.loops}
         self.cluster.begin(self.collector, ready, folder, 0.0)
+        self.cluster.claim.begin(0.0)
         for rank in self.layout.serving:
             self.send(rank, Serve(number=self.next_number()))
         self.finish_training()
@@ -288,8 +289,8 @@ class Town:
 
     def begin_training(self) -> None:
         """The trainers get their ranks back."""
-        session = self.cluster.training_begins(self.clock.now())
-        self.until(lambda: self.cluster.may_train >= session)
+        session = self.cluster.claim.begin(self.clock.now())
+        self.until(lambda: self.cluster.claim.may_begin >= session)
         for rank, trainer in self.trainers.items():
             assert not trainer.asleep and self.engines[rank].asleep
 
@@ -299,7 +300,7 @@ class Town:
         for rank in self.layout.serving:
             self.engines[rank].update_weights(named(0), self.version)
         self.cluster.published(self.version, self.clock.now())
-        self.cluster.training_finished(1.0, unfinished, self.clock.now())
+        self.cluster.claim.finish(1.0, unfinished, self.clock.now())
 
     def reshape(self, mode: str, ratio: str = "auto") -> None:
         """From the next time that the scheduler thinks, the pool is to have this shape."""

@@ -69,6 +69,7 @@ class EngineStats:
     num_preemptions: int
     num_prompt_tokens: int
     num_generated_tokens: int
+    num_computed_tokens: int = 0
     offered: int = 0
     arriving: int = 0
     reserved: int = 0
@@ -107,7 +108,7 @@ class EngineCore(MovingRequests):
         self._texts: dict[str, TextStream] = {}
         self._unfinished: deque[SchedulerOutput] = deque()
         self._init_moving(name, words or LeaseWords.zeros(settings.num_blocks))
-        self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
+        self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = self._num_computed_tokens = 0
 
     # ------------------------------------------------------------------------------------------------ requests
 
@@ -164,6 +165,7 @@ class EngineCore(MovingRequests):
             if not output.requests and self.requests and not self._unfinished and not self.blocks.num_leases:
                 raise RuntimeError(f"nothing can run although nothing is in flight: {self.stats()}")
         self._num_steps += 1
+        self._num_computed_tokens += output.num_tokens
         self._unfinished.append(output)
         return output
 
@@ -348,6 +350,7 @@ class EngineCore(MovingRequests):
             num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
+            num_computed_tokens=self._num_computed_tokens,
             offered=self.num_offered,
             arriving=len(self.arrivals),
             reserved=len(self.credits),

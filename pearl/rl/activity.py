@@ -11,7 +11,6 @@ from pathlib import Path
 
 from pearl.metrics.trace import TraceWriter
 from pearl.protocol import Status, Tokens, WorkerStatus
-from pearl.rl.layout import JobLayout
 
 QUIET_COMMANDS = ("Serve",)
 """What only lets other work begin counts as none."""
@@ -20,13 +19,13 @@ QUIET_COMMANDS = ("Serve",)
 class Activity:
     """`begin` and `end` bracket a command on a rank, `stepped` adds an engine step. Times are of the controller's clock."""
 
-    def __init__(self, layout: JobLayout, trace: Path | None, now: float) -> None:
-        self._layout = layout
+    def __init__(self, trace: Path | None, now: float) -> None:
         self._trace = TraceWriter(trace) if trace is not None else None
         self._commands: dict[int, tuple[str, float]] = {}
         self._busy: defaultdict[int, float] = defaultdict(float)
         self._load: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
         self._versions: defaultdict[int, int] = defaultdict(lambda: -1)
+        self._roles: dict[int, tuple[str, float]] = {}
         self._since = now
 
     def begin(self, rank: int, command: str, now: float) -> None:
@@ -45,7 +44,15 @@ class Activity:
         self._versions[event.rank] = max([self._versions[event.rank], *versions])
         self._add(event.rank, "engine", "engine step", now - event.seconds, now)
 
-    def status(self, waiting_for: str, waited_s: float, queues: dict[str, int], now: float) -> Status:
+    def note_roles(self, roles: dict[int, str], now: float) -> None:
+        """Who is what from now on; the time in a role is a span."""
+        for rank in self._roles.keys() | roles.keys():
+            if self._roles.get(rank, ("", now))[0] != roles.get(rank, ""):
+                self._end_role(rank, now)
+                if rank in roles:
+                    self._roles[rank] = roles[rank], now
+
+    def status(self, waiting_for: str, waited_s: float, queues: dict[str, int], roles: dict[int, str], now: float) -> Status:
         """Busy shares since the last call, and the rest of what a person wants to know."""
         span = max(now - self._since, 1e-6)
         for rank, (command, began) in list(self._commands.items()):
@@ -53,21 +60,28 @@ class Activity:
             self._commands[rank] = (command, now)
         workers = {
             f"rank{rank}": WorkerStatus(
-                role="+".join(self._layout.roles(rank)),
+                role=role,
                 busy_share=min(1.0, self._busy[rank] / span),
                 running=self._load[rank][0],
                 waiting=self._load[rank][1],
                 weight_version=self._versions[rank],
             )
-            for rank in range(self._layout.world)
+            for rank, role in roles.items()
         }
         self._busy.clear()
         self._since = now
         return Status(waiting_for=waiting_for, waited_s=waited_s, queues=queues, workers=workers)
 
-    def close(self) -> None:
+    def close(self, now: float) -> None:
+        for rank in list(self._roles):
+            self._end_role(rank, now)
         if self._trace is not None:
             self._trace.close()
+
+    def _end_role(self, rank: int, now: float) -> None:
+        role, since = self._roles.pop(rank, ("", now))
+        if role and self._trace is not None:
+            self._trace.span(f"rank{rank}/role", role, since, now)
 
     def _add(self, rank: int, track: str, name: str, start: float, end: float) -> None:
         self._busy[rank] += max(0.0, end - max(start, self._since))

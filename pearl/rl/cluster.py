@@ -8,7 +8,8 @@ by; the loss of an external worker costs its requests no more than what was not 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,17 +34,18 @@ from pearl.protocol import (
     TakenOver,
     Tokens,
 )
+from pearl.rl.claim import TrainersClaim
+from pearl.rl.cluster_view import cluster_metrics, decision_line, role_words
 from pearl.rl.collector import Collector
 from pearl.rl.followers import Followers
 from pearl.rl.layout import JobLayout
 from pearl.rl.members import Externals, Member, name_of, number_of
+from pearl.rl.telemetry import TelemetryMeter
+from pearl.rl.types import Group
 from pearl.sched.cluster_scheduler import ClusterScheduler
 from pearl.sched.events import (
-    BatchProgress,
     ClusterEvent,
     StepMeasured,
-    TrainingBegins,
-    TrainingFinished,
     WeightsPublished,
     WorkerJoined,
     WorkerReclaimed,
@@ -52,17 +54,13 @@ from pearl.sched.events import (
     Zone,
 )
 from pearl.sched.first_guess import guess_costs, guess_workload
-from pearl.sched.profile import RuntimeProfile, StepTelemetry
+from pearl.sched.profile import RuntimeProfile
 from pearl.sched.router import Router
 from pearl.sched.service import ClusterService
 from pearl.sched.settings import SchedulerSettings
 
-MOVE_AGE_S = 1.0
-"""A request that was asked for less than this ago is not worth a move: most end sooner than it would take."""
-
-PROGRESS_EVERY_S = 0.2
-"""How often at most the scheduler hears how far the batch is."""
-
+MEASURE_EVERY_S = 1.0
+"""How often at most the scheduler hears what a step was like."""
 
 MODEL_FILES = ("config.json", "generation_config.json")
 """All that an engine without weights and text needs of a model folder."""
@@ -91,16 +89,17 @@ class Cluster:
         self.service: ClusterService | None = None
         self.ordered: set[int] = set()
         """The numbers of all orders to single members."""
-        self.may_train = -1
-        """The last training session that may begin."""
         self._driver, self._config = driver, driver.config
+        self.claim = self._claim(False, now)
         self._log = JsonlWriter(driver.run / "transitions.jsonl")
         self._ready: dict[int, Ready] = {}
         self._version = -1
         self._model_folder = ""
-        self._session, self._holding = 0, False
-        self._progress: tuple[int, float] = (-1, now)
         self.followers = Followers(externals, router, driver.next_number)
+        self._telemetry = TelemetryMeter()
+        self._counts: Counter[str] = Counter()
+        self._measured = now
+        self._seen = -1
         self._began = now
 
     # ------------------------------------------------------------------------------------------------- the beginning
@@ -113,8 +112,10 @@ class Cluster:
         costs = guess_costs(max(one.kv_tokens for one in serving))
         workload = guess_workload(self._config, min(one.max_model_len for one in serving))
         scheduler = ClusterScheduler(settings, RuntimeProfile(costs, workload, guessed=True), self.router)
-        self.service = ClusterService(scheduler, self, self._log.write, now)
-        for rank in layout.training if not layout.takes_turns else ():
+        self.service = ClusterService(scheduler, self, self._finished, now)
+        lends = any(one.lends for one in ready.values())
+        self.claim = self._claim(lends, now)
+        for rank in layout.training if lends else ():
             gpus = frozenset([name_of(rank)])
             owner = f"trainer{rank}"
             self.feed(
@@ -127,6 +128,10 @@ class Cluster:
             role = WorkerRole(str(self._config.engine.role))
             gpus = frozenset([name_of(rank)])
             self.feed(WorkerJoined(worker=name_of(rank), gpus=gpus, role=role, kv_total=ready[rank].kv_tokens), now)
+
+    def _claim(self, lends: bool, now: float) -> TrainersClaim:
+        weighed, limit = self._config.borrow.workers == "auto", self._config.sched.change_timeout_s
+        return TrainersClaim(self.feed, lends=lends, weighed=weighed, deadline_s=limit, now=now)
 
     def feed(self, event: ClusterEvent, now: float) -> None:
         """Tells the scheduler, once there is one."""
@@ -144,6 +149,7 @@ class Cluster:
             self._admit(peer, join, now)
         for number in self.externals.watch(now):
             self.gone(number, f"silent for elastic.silence_s={self._config.elastic.silence_s:g} s", now)
+        self.claim.turn(now)
         self.service.tick(now)
         self.followers.turn(now)
         there = self.service.scheduler.state.workers
@@ -157,6 +163,7 @@ class Cluster:
         name = name_of(event.rank)
         match event:
             case Tokens():
+                self._telemetry.stepped(event)
                 if self.collector is not None:
                     self.collector.on_tokens(name, event)
             case HandedOff():
@@ -248,29 +255,6 @@ class Cluster:
 
     # ------------------------------------------------------------------------------------------------- what the run says
 
-    @property
-    def holds_trainers(self) -> bool:
-        """Whether the trainers' ranks are theirs at the moment, or wanted."""
-        return self._holding
-
-    def training_begins(self, now: float) -> int:
-        """The trainer wants its ranks: the number of its session, which may begin once `may_train` has reached it."""
-        if not self._holding:
-            self._session, self._holding = self._session + 1, True
-            if self.service is None or self._driver.layout.takes_turns:
-                self.may_train = self._session
-            else:
-                self.feed(TrainingBegins(step=self._session, deadline=now + self._config.sched.change_timeout_s), now)
-        return self._session
-
-    def training_finished(self, seconds: float, unfinished: int, now: float) -> None:
-        """The trainers' ranks idle until the next `training_begins`; so many trajectories of that batch are unfinished."""
-        if self._holding:
-            self._holding = False
-            if not self._driver.layout.takes_turns:
-                self._tell_progress(unfinished, now)
-                self.feed(TrainingFinished(step=self._session, seconds=seconds), now)
-
     def publishing(self, version: int, now: float) -> None:
         """A version is on its way to all ranks of WORLD: who has no part in publishing is told where it is to be had."""
         there = range(self._driver.layout.world)
@@ -282,19 +266,48 @@ class Cluster:
         self.feed(WeightsPublished(version=version), now)
         self.followers.publish(version, now)
 
-    def progress(self, unfinished: int, now: float) -> None:
-        """So many trajectories of the batch being collected are unfinished."""
-        before, told = self._progress
-        if unfinished != before and now - told >= PROGRESS_EVERY_S:
-            self._tell_progress(unfinished, now)
+    def measured(self, batch: Sequence[Group], makespan_s: float | None, now: float) -> None:
+        """A batch is complete. `makespan_s`: its rollout, None if that was not what the run waited for.
 
-    def _tell_progress(self, unfinished: int, now: float) -> None:
-        self._progress = unfinished, now
-        self.feed(BatchProgress(unfinished=unfinished), now)
-
-    def measured(self, telemetry: StepTelemetry, makespan_s: float | None, now: float) -> None:
-        """What a finished step was like."""
+        Heard once a second at most: engine steps add up meanwhile, and one batch tells as much as another.
+        """
+        if self.collector is None or now - self._measured < MEASURE_EVERY_S:
+            return
+        self._measured = now
+        counts = Counter(self.collector.counts)
+        step = counts - self._counts
+        self._counts = counts
+        telemetry = self._telemetry.finish(
+            batch,
+            self.collector.env_seconds,
+            prompt_tokens=step["prompt_tokens"],
+            cached_tokens=step["cached_tokens"],
+            trajectories=step["trajectories"],
+        )
         self.feed(StepMeasured(telemetry=telemetry, makespan_s=makespan_s), now)
+
+    # ------------------------------------------------------------------------------------------------- for people
+
+    def roles(self) -> dict[int, str]:
+        """What each member is, in one or two words."""
+        return role_words(self._driver.layout, self.externals.members, self.service)
+
+    def changed(self) -> bool:
+        """Whether any role may have changed since the last call."""
+        seen, self._seen = self._seen, self.service.changes if self.service is not None else -1
+        return seen != self._seen
+
+    def metrics(self) -> dict[str, Any]:
+        """The cluster's part of a step's row."""
+        if self.service is None or self.collector is None:
+            return {}
+        return cluster_metrics(self.service, self.collector)
+
+    def _finished(self, row: dict[str, Any]) -> None:
+        """A decision is done."""
+        self._log.write(row)
+        if line := decision_line(row):
+            self._driver.notice(line)
 
     # ------------------------------------------------------------------------------------------------- the service's port
 
@@ -323,7 +336,7 @@ class Cluster:
             self.collector.move(session, source, target)
 
     def trainer_may_begin(self, step: int) -> None:
-        self.may_train = step
+        self.claim.may_begin = step
 
     def refuse(self, worker: str, reason: str) -> None:
         number = number_of(worker)

@@ -38,7 +38,7 @@ class Collector:
     ) -> None:
         self.counts = {
             "generated_tokens": 0, "prompt_tokens": 0, "cached_tokens": 0, "late_updates": 0, "late_tokens": 0,
-            "interrupted": 0, "requeued": 0, "ended_tokens": 0,
+            "interrupted": 0, "requeued": 0, "ended_tokens": 0, "trajectories": 0,
         }  # fmt: skip
         self.engine_seconds = 0.0
         self._new_rollout = new_rollout
@@ -222,4 +222,5 @@ class Collector:
         self._router.forget(name)
         del self._rollouts[name]
         self.counts["ended_tokens"] += sum(rollout.trajectory.loss_mask)
+        self.counts["trajectories"] += 1
         self._ended.append(rollout.trajectory)

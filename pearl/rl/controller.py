@@ -89,7 +89,7 @@ class Controller:
         self.collector: Collector | None = None
         self.training: TrainingRun | None = None
         trace = f"trace{f'-{checkpoint.name}' if checkpoint else ''}.json"
-        self.activity = Activity(layout, run / trace if config.trace else None, self.clock.now())
+        self.activity = Activity(run / trace if config.trace else None, self.clock.now())
         self.interrupted_by: int | None = None
         self.outlet: int | None = None
         known = (run / JOIN_ADDRESS).read_text() if (run / JOIN_ADDRESS).exists() else ""
@@ -194,7 +194,7 @@ class Controller:
             self.externals.send(number, stop)
         self.externals.close()
         self.pool.close()
-        self.activity.close()
+        self.activity.close(self.clock.now())
         self.server.socket.close(linger=1000)
         self.context.term()
 
@@ -217,6 +217,8 @@ class Controller:
         if self.collector is not None:
             self.collector.poll_environments(now)
         self.cluster.turn(now)
+        if self.cluster.changed():
+            self.activity.note_roles(self.cluster.roles(), now)
         self._let_start()
         self._watch(now)
 
@@ -332,7 +334,9 @@ class Controller:
         if now - self._status_at >= STATUS_EVERY_S and 0 in self._hellos:
             self._status_at = now
             queues = self.training.queues() if self.training else {}
-            self.send(0, self.activity.status(self._waiting_for, now - self._waiting_since, queues, now))
+            roles = self.cluster.roles()
+            self.activity.note_roles(roles, now)
+            self.send(0, self.activity.status(self._waiting_for, now - self._waiting_since, queues, roles, now))
 
     def _kill(self, silent: list[int]) -> str:
         """Ends ranks that answer no more (a launcher would wait half a minute for a stopped one); returns the reason."""

@@ -33,7 +33,7 @@ class _Move:
 class HandOffs:
     """`send(worker, message)` reaches a member; `has(worker, request_id)`: whether that request is awaited, and from there.
 
-    `counts`: offered, taken, refused, nobody (to take it), unknown (answers).
+    `counts`: offered, taken, refused, nobody (to take it), doubled (offers), unknown (answers).
     """
 
     def __init__(self, router: Router, send: Callable[[str, Any], None], has: Callable[[str, str], bool]) -> None:
@@ -49,6 +49,9 @@ class HandOffs:
 
     def offered(self, source: str, session: str, transfer: KVTransfer) -> None:
         """A member offers a request: it goes to whom the router says, or stays. What nobody awaits from there is ended."""
+        if transfer.transfer_id in self._moves:
+            self.counts["doubled"] += 1
+            return
         self.counts["offered"] += 1
         if not self._has(source, transfer.request_id):
             self._send(source, Abort(request_ids=[transfer.request_id]))

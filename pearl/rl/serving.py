@@ -89,6 +89,7 @@ class Serving:
         """Offers that others have taken and whose KV is still read."""
         self._arriving: dict[str, str] = {}
         self._dry = False
+        self._computed = 0
         self._reported = 0.0
 
     # ------------------------------------------------------------------------------------------------ the loop
@@ -226,8 +227,11 @@ class Serving:
                 waiting=stats.waiting,
                 running=stats.running,
                 free_blocks=stats.free_blocks,
+                computed=stats.num_computed_tokens - self._computed if seconds else 0,
+                context=stats.used_blocks * self._block_size,
             )
         )
+        self._computed = stats.num_computed_tokens
 
     # ------------------------------------------------------------------------------------------------ orders
 

@@ -35,6 +35,10 @@ TRAINER_METRICS = (
 """What a step's row takes over from the trainer."""
 
 
+WAITED_SHARE = 0.5
+"""A batch was what the run waited for if so much of the time since the last one was spent waiting for it."""
+
+
 def batch_metrics(batch: list[Group], weight_version: int) -> dict[str, Any]:
     """Rewards, successes, turns and staleness of a batch that was trained from `weight_version`."""
     members = [trajectory for group in batch for trajectory in group.trajectories]
@@ -56,9 +60,13 @@ def batch_metrics(batch: list[Group], weight_version: int) -> dict[str, Any]:
 
 
 class StepMeter:
-    """Splits the time of each step: waiting for trajectories, training, publishing, the rest."""
+    """Splits the time of each step: waiting for trajectories, training, publishing, the rest.
 
-    def __init__(self, clock: Clock, collector: Collector, layout: JobLayout) -> None:
+    `barrier`: a batch is played from its step's beginning, not while others train.
+    """
+
+    def __init__(self, clock: Clock, collector: Collector, layout: JobLayout, *, barrier: bool = False) -> None:
+        self._barrier = barrier
         self._serving_ranks = len(layout.serving)
         self._takes_turns = layout.takes_turns
         self._clock = clock
@@ -70,9 +78,17 @@ class StepMeter:
         self._engine_s = collector.engine_seconds
         self._env_s = collector.env_seconds
 
-    def collected(self) -> None:
-        """The batch is complete; training begins."""
-        self._collected = self._clock.now()
+    def collected(self) -> float | None:
+        """The batch is complete; training begins. How long its rollout took, None if the run waited for something else.
+
+        Where trajectories are played while others train, that is the time from one batch to the next, if most of it was
+        spent waiting for the batch.
+        """
+        before, self._collected = self._collected, self._clock.now()
+        waited, since = self._collected - self._began, self._collected - before
+        if self._barrier:
+            return waited
+        return since if waited > WAITED_SHARE * since else None
 
     def finish(self, trained: Done, published: dict[int, Done], eval_s: float) -> dict[str, Any]:
         """The step is over: its times and rates; the next step begins now."""

@@ -112,10 +112,10 @@ class TrainingRun:
         self._driver.carry_out(lambda number: Serve(number=number), self._driver.layout.serving)
         self._release(0.0)
         self._admitting = True
-        meter = StepMeter(self._driver.clock, self._collector, self._driver.layout)
+        meter = StepMeter(self._driver.clock, self._collector, self._driver.layout, barrier=self._max_staleness == 0)
         for step in range(self._step + 1, config.max_steps + 1):
             batch = self._collect()
-            meter.collected()
+            self._driver.cluster.measured(batch, meter.collected(), self._driver.clock.now())
             trained = self._train(step, batch)
             published = self._publish(self._version + 1)
             self._version, self._step = self._version + 1, step
@@ -141,16 +141,14 @@ class TrainingRun:
 
     def _claim(self) -> None:
         """Takes the trainers' ranks back from whoever uses them, until `_release`."""
-        cluster = self._driver.cluster
-        session = cluster.training_begins(self._driver.clock.now())
-        if cluster.may_train < session:
-            self._driver.wait_for(
-                lambda: cluster.may_train >= session, "timeouts.command_s", "borrowed ranks to be given back"
-            )
+        claim = self._driver.cluster.claim
+        session = claim.begin(self._driver.clock.now())
+        if claim.may_begin < session:
+            self._driver.wait_for(lambda: claim.may_begin >= session, "timeouts.command_s", "borrowed ranks to be given back")
 
     def _release(self, seconds: float) -> None:
         """The trainers' ranks idle from now on; the last work took `seconds`."""
-        self._driver.cluster.training_finished(seconds, self._unfinished(), self._driver.clock.now())
+        self._driver.cluster.claim.finish(seconds, self._unfinished(), self._driver.clock.now())
 
     def _unfinished(self) -> int:
         """Trajectories that the next batch still needs."""
@@ -296,7 +294,7 @@ class TrainingRun:
         )
         for _ in range(room):
             self._start_group()
-        self._driver.cluster.progress(self._unfinished(), self._driver.clock.now())
+        self._driver.cluster.claim.progress(self._unfinished(), self._driver.clock.now())
 
     def queues(self) -> dict[str, int]:
         """Where the trajectories are, for people."""
@@ -362,6 +360,7 @@ class TrainingRun:
         environment = {f"env_{name}": self._driver.pool.counts[name] for name in ("errors", "timeouts", "restarts")}
         row = {"step": self._step, "max_steps": self.config.max_steps, "weight_version": self._version}
         row |= batch_metrics(batch, self._version - 1) | counts | environment | {"eval_success_rate": score}
+        row |= self._driver.cluster.metrics()
         self._successes.append(row["success_rate"])
         return row
 

@@ -66,6 +66,11 @@ class ClusterService:
         self.scheduler = scheduler
         self.counts: Counter[str] = Counter()
         self.seconds = 0.0
+        """Of this thread's processor time."""
+        self.changes = 0
+        """Orders and answers so far: while it stays the same, so do all roles."""
+        self.finished = 0
+        """Decisions that are done."""
         self._port, self._write, self._began = port, write, began
         self._open: dict[int, tuple[str, int, float]] = {}
         """Number of an order -> (worker, its epoch, when it was sent)."""
@@ -86,6 +91,7 @@ class ClusterService:
         finally:
             self._busy = False
         for decision in self.scheduler.log.take():
+            self.finished += 1
             row = decision.row()
             self._write(row | {"at": row["at"] - self._began})
 
@@ -100,6 +106,7 @@ class ClusterService:
 
         What the order took is the time from when it was sent: nobody has any use of the worker before the answer is here.
         """
+        self.changes += 1
         worker, epoch, sent = self._open.pop(number, ("", -1, now))
         if not worker:
             self.counts["stale_answers"] += 1
@@ -108,6 +115,7 @@ class ClusterService:
 
     def gone(self, worker: str, reason: str, now: float) -> None:
         """A member is no longer there."""
+        self.changes += 1
         self._forget(worker)
         self.feed(WorkerGone(worker=worker, reason=reason), now)
 
@@ -148,6 +156,7 @@ class ClusterService:
 
     def _order(self, worker: str, epoch: int, make: Callable[[int], MemberOrder], now: float) -> None:
         self._forget(worker)
+        self.changes += 1
         self._open[self._port.order(worker, make)] = (worker, epoch, now)
 
     def _forget(self, worker: str) -> None:

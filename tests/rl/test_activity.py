@@ -9,9 +9,8 @@ import pytest
 from pearl.metrics.trace import read_trace
 from pearl.protocol import Tokens, TokenUpdate
 from pearl.rl.activity import Activity
-from pearl.rl.layout import JobLayout
 
-LAYOUT = JobLayout(world=3, train_ranks=1)
+ROLES = {0: "train", 1: "mixed", 2: "decode"}
 
 
 def tokens(rank: int, seconds: float, *versions: int, running: int = 2, waiting: int = 1) -> Tokens:
@@ -23,7 +22,7 @@ def tokens(rank: int, seconds: float, *versions: int, running: int = 2, waiting:
 
 
 def shares(activity: Activity, now: float) -> list[float]:
-    state = activity.status("", 0.0, {}, now)
+    state = activity.status("", 0.0, {}, ROLES, now)
     return [state.workers[f"rank{rank}"].busy_share for rank in range(3)]
 
 
@@ -33,7 +32,7 @@ def spans(path: Path, track: str) -> list[tuple[str, float, float]]:
 
 
 def test_a_command_counts_from_when_it_was_sent_until_it_was_done() -> None:
-    activity = Activity(LAYOUT, None, now=100.0)
+    activity = Activity(None, now=100.0)
     activity.begin(0, "TrainStep", 101.0)
     activity.end(0, 103.0)
     assert shares(activity, 104.0) == pytest.approx([0.5, 0, 0])
@@ -41,7 +40,7 @@ def test_a_command_counts_from_when_it_was_sent_until_it_was_done() -> None:
 
 
 def test_a_command_under_way_counts_in_every_period_it_lasts() -> None:
-    activity = Activity(LAYOUT, None, now=0.0)
+    activity = Activity(None, now=0.0)
     activity.begin(0, "TrainStep", 0.5)
     assert shares(activity, 1.0) == pytest.approx([0.5, 0, 0])
     assert shares(activity, 2.0) == pytest.approx([1.0, 0, 0])
@@ -50,7 +49,7 @@ def test_a_command_under_way_counts_in_every_period_it_lasts() -> None:
 
 
 def test_engine_steps_count_by_their_seconds_and_never_beyond_the_period() -> None:
-    activity = Activity(LAYOUT, None, now=0.0)
+    activity = Activity(None, now=0.0)
     activity.stepped(tokens(1, 0.2, 4), 0.5)
     activity.stepped(tokens(1, 0.1, 4), 0.9)
     activity.stepped(tokens(2, 5.0, 4), 1.0)
@@ -62,34 +61,34 @@ def test_engine_steps_count_by_their_seconds_and_never_beyond_the_period() -> No
 
 @pytest.mark.parametrize("asked", [False, True], ids=["unseen", "seen while it lasts"])
 def test_beginning_to_serve_is_no_work(tmp_path: Path, asked: bool) -> None:
-    activity = Activity(LAYOUT, tmp_path / "trace.json", now=0.0)
+    activity = Activity(tmp_path / "trace.json", now=0.0)
     activity.begin(1, "Serve", 0.0)
     if asked:
         assert shares(activity, 0.5) == [0, 0, 0]
     activity.end(1, 0.9)
     assert shares(activity, 1.0) == [0, 0, 0]
-    activity.close()
+    activity.close(9.0)
     assert spans(tmp_path / "trace.json", "rank1/commands") == []
 
 
 def test_the_state_has_load_versions_and_roles() -> None:
-    activity = Activity(LAYOUT, None, now=0.0)
+    activity = Activity(None, now=0.0)
     activity.stepped(tokens(1, 0.1, 3, 5, running=7, waiting=2), 0.5)
     activity.stepped(tokens(1, 0.1, running=6, waiting=0), 0.6)
-    state = activity.status("a batch", 1.5, {"ready groups": 2}, 1.0)
+    state = activity.status("a batch", 1.5, {"ready groups": 2}, ROLES, 1.0)
     assert (state.waiting_for, state.waited_s, state.queues) == ("a batch", 1.5, {"ready groups": 2})
     one = state.workers["rank1"]
-    assert (one.role, one.running, one.waiting, one.weight_version) == ("serve", 6, 0, 5)
+    assert (one.role, one.running, one.waiting, one.weight_version) == ("mixed", 6, 0, 5)
     assert (state.workers["rank0"].role, state.workers["rank0"].weight_version) == ("train", -1)
 
 
 def test_the_trace_has_every_second_once(tmp_path: Path) -> None:
-    activity = Activity(LAYOUT, tmp_path / "trace.json", now=0.0)
+    activity = Activity(tmp_path / "trace.json", now=0.0)
     activity.begin(0, "TrainStep", 1.0)
     activity.stepped(tokens(1, 0.5, 0), 2.0)
-    activity.status("", 0.0, {}, 3.0)
+    activity.status("", 0.0, {}, ROLES, 3.0)
     activity.end(0, 4.0)
-    activity.close()
+    activity.close(9.0)
     trained = spans(tmp_path / "trace.json", "rank0/commands")
     assert {name for name, _, _ in trained} == {"TrainStep"}
     assert sorted((start, end) for _, start, end in trained) == [(1.0, 3.0), (3.0, 4.0)]
@@ -97,6 +96,19 @@ def test_the_trace_has_every_second_once(tmp_path: Path) -> None:
 
 
 def test_an_answer_without_a_command_is_no_work() -> None:
-    activity = Activity(LAYOUT, None, now=0.0)
+    activity = Activity(None, now=0.0)
     activity.end(2, 0.7)
     assert shares(activity, 1.0) == [0, 0, 0]
+
+
+def test_the_trace_has_the_time_in_each_role(tmp_path: Path) -> None:
+    activity = Activity(tmp_path / "trace.json", now=0.0)
+    activity.note_roles(ROLES, 1.0)
+    activity.note_roles(ROLES | {1: "mixed > prefill"}, 2.0)
+    activity.note_roles(ROLES | {1: "prefill", 5: "mixed"}, 3.0)
+    activity.note_roles({0: "train", 1: "prefill", 2: "decode"}, 4.0)  # worker 5 is gone
+    activity.close(9.0)
+    path = tmp_path / "trace.json"
+    assert spans(path, "rank1/role") == [("mixed", 1, 2), ("mixed > prefill", 2, 3), ("prefill", 3, 9)]
+    assert spans(path, "rank5/role") == [("mixed", 3, 4)]
+    assert spans(path, "rank2/role") == [("decode", 1, 9)]

@@ -72,7 +72,7 @@ def test_roles_flip_under_load(
     rows = read_jsonl(tmp_path / "transitions.jsonl")
     assert sum(row["ok"] for row in rows if row["kind"] == "switch") >= 3, rows
     assert town.collector.handoffs.counts["taken"]
-    assert town.collector.counts["late_tokens"] == 0
+    assert doubling or town.collector.counts["late_tokens"] == 0
     stale = sum(loop._serving.stale for loop in town.loops.values() if loop._serving is not None)
     assert bool(stale) == bool(doubling)
 
@@ -131,7 +131,7 @@ def test_borrow_train_return_for_twenty_rounds(
     rows = read_jsonl(tmp_path / "transitions.jsonl")
     assert [row["ok"] for row in rows] == [True] * len(rows) and len(rows) == 42
     assert all(trainer.naps == 21 for trainer in town.trainers.values())
-    assert town.collector.counts["interrupted"] and town.collector.counts["late_tokens"] == 0
+    assert town.collector.counts["interrupted"] and (doubling or town.collector.counts["late_tokens"] == 0)
 
 
 def test_with_nobody_left_to_serve_requests_wait(folder: Path, wanted: dict[str, list[int]], tmp_path: Path) -> None:

@@ -263,7 +263,7 @@ def test_the_state_is_told_every_second(make: Callable[..., Any]) -> None:
     assert all(later - earlier < 2.5 for (earlier, _), (later, _) in itertools.pairwise(told))
     state = told[-1][1]
     assert set(state.workers) == {"rank0", "rank1", "rank2"}
-    assert [state.workers[f"rank{rank}"].role for rank in range(3)] == ["train", "serve", "serve"]
+    assert [state.workers[f"rank{rank}"].role for rank in range(3)] == ["train", "mixed", "mixed"]
     assert any("TrainStep" in message.waiting_for for _, message in told)
     assert any(message.workers["rank0"].busy_share > 0.5 for _, message in told)
 

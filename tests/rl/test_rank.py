@@ -80,7 +80,7 @@ class ScriptedEngine:
         return []
 
     def stats(self):
-        blocks = {"free_blocks": 7, "total_blocks": 9, "used_blocks": 2, "leased_blocks": 0}
+        blocks = {"free_blocks": 7, "total_blocks": 9, "used_blocks": 2, "leased_blocks": 0, "num_computed_tokens": 0}
         return SimpleNamespace(waiting=0, running=len(self.live), weight_version=0, **blocks)
 
 

@@ -20,6 +20,7 @@ from pearl.metrics.jsonl import read_jsonl
 from pearl.overrides import override
 from pearl.protocol import Checkpoint, Command, Done, Export, Publish, Restore, SetReference, TrainStep
 from pearl.rl.checkpoint_folder import CheckpointFolder, load
+from pearl.rl.claim import TrainersClaim
 from pearl.rl.layout import JobLayout
 from pearl.rl.recipes.quickstart import recipe
 from pearl.rl.run_state import rewind_run
@@ -89,19 +90,12 @@ class Episodes:
                 self._ended.append(trajectory)
 
 
-class Claims:
+class Cluster:
     """The cluster's part: nobody borrows, so that the trainers' ranks are always free; what it was told is kept."""
 
-    def __init__(self) -> None:
-        self.may_train, self.held, self.versions, self.held_at = 0, False, [], []
-
-    def training_begins(self, now: float) -> int:
-        self.may_train += not self.held
-        self.held = True
-        return self.may_train
-
-    def training_finished(self, seconds: float, unfinished: int, now: float) -> None:
-        self.held = False
+    def __init__(self, clock: VirtualClock) -> None:
+        self.versions: list[int] = []
+        self.claim = TrainersClaim(lambda event, now: None, lends=False, weighed=False, deadline_s=1.0, now=clock.now())
 
     def publishing(self, version: int, now: float) -> None:
         pass
@@ -109,8 +103,11 @@ class Claims:
     def published(self, version: int, now: float) -> None:
         self.versions.append(version)
 
-    def progress(self, unfinished: int, now: float) -> None:
-        assert unfinished >= 0
+    def measured(self, batch: list, makespan_s: float | None, now: float) -> None:
+        assert batch and (makespan_s is None or makespan_s >= 0)
+
+    def metrics(self) -> dict[str, Any]:
+        return {}
 
 
 class Counting:
@@ -120,7 +117,7 @@ class Counting:
         self.config, self.run, self.layout = config, run, JobLayout.of(config, world)
         self.clock = VirtualClock()
         self.pool = SimpleNamespace(counts=Counter())
-        self.cluster = Claims()
+        self.cluster = Cluster(self.clock)
         self.commands: list[Command] = []
         self.batches: list[TrainStep] = []
         self.rows_at_train: list[int] = []

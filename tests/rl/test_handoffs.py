@@ -1,0 +1,195 @@
+"""Requests between two members: whichever side fails, is late or answers twice, one of them has the request, and only one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from pearl.protocol import (
+    Abort,
+    FinishExport,
+    KVEndpoint,
+    KVLayout,
+    KVTransfer,
+    RequestState,
+    Role,
+    SamplingParams,
+    TakenOver,
+    TakeOver,
+    TokenUpdate,
+)
+from pearl.rl.handoffs import HandOffs
+from pearl.sched.router import Router
+
+TRANSFER = KVTransfer(
+    transfer_id="t1",
+    request_id="s/0",
+    state=RequestState(
+        request_id="s/0", name="s/0", index=0, params=SamplingParams(), token_ids=[1], num_prompt_tokens=1, max_tokens=2,
+        seed=0, stop_token_ids=[], eos_token_ids=[], cache_salt=None, session_id="s", cacheable=True, streaming=True,
+        num_cached_tokens=0, num_preemptions=0, logprobs=[], top_logprobs=[], prompt_logprobs=[], weight_versions=[],
+    ),
+    source=KVEndpoint(worker="w", host="h", pid=1, num_blocks=1, addresses={}),
+    blocks=[], lease_word=0, num_written_tokens=0,
+    layout=KVLayout(dtype="float32", block_size=4, num_layers=1, num_kv_heads=1, head_dim=1, order="x"),
+    weight_version=0, epoch=0, deadline=9.0,
+)  # fmt: skip
+
+
+class Stage:
+    """A prefill worker "p" with the request of session "s", two decode workers; `wanted` says whether anybody waits for it."""
+
+    def __init__(self, decoders: tuple[str, ...] = ("d", "e")) -> None:
+        self.router = Router()
+        self.router.add_worker("p", Role.PREFILL)
+        for name in decoders:
+            self.router.add_worker(name, Role.DECODE)
+        self.sent: list[tuple[str, Any]] = []
+        self.wanted = True
+        self.moves = HandOffs(self.router, lambda worker, message: self.sent.append((worker, message)), self.has)
+        assert self.router.place("s", 10) == "p" or not decoders
+        self.target = self.router.decode_target("s")
+
+    def has(self, worker: str, request_id: str) -> bool:
+        return self.wanted and request_id == "s/0" and self.router.worker_of("s") == worker
+
+    def offer(self) -> str:
+        self.moves.offered("p", "s", TRANSFER)
+        [(target, message)] = self.take()
+        assert message == TakeOver(transfer=TRANSFER)
+        return target
+
+    def answer(self, target: str, **fields: Any) -> TokenUpdate | None:
+        return self.moves.answered(target, TakenOver(**({"rank": 1, "transfer_id": "t1", "request_id": "s/0"} | fields)))
+
+    def take(self) -> list[tuple[str, Any]]:
+        sent, self.sent = self.sent, []
+        return sent
+
+
+def update(**fields: Any) -> TokenUpdate:
+    return TokenUpdate(**({"request_id": "s/0", "token_ids": [], "logprobs": [], "weight_versions": []} | fields))
+
+
+ABORT = update(finish_reason="abort")
+TOKEN = update(token_ids=[5], logprobs=[-1.0], weight_versions=[0])
+ACCEPTED, KEPT = FinishExport(transfer_id="t1", ok=True), FinishExport(transfer_id="t1", ok=False)
+
+
+def test_an_offer_goes_where_the_router_meant_it_and_is_accepted_in_two_parts() -> None:
+    stage = Stage()
+    assert stage.offer() == stage.target
+    assert stage.answer(stage.target, ok=True, arrived=False) is None
+    assert stage.take() == [("p", FinishExport(transfer_id="t1", ok=True, arrived=False))]
+    assert stage.router.worker_of("s") == stage.target and stage.moves.under_way == 1
+    stage.answer(stage.target, ok=True)
+    assert stage.take() == [("p", ACCEPTED)] and stage.moves.under_way == 0
+    stage.answer(stage.target, ok=True)  # once more
+    assert stage.take() == [] and stage.moves.counts["unknown"] == 1
+
+
+def test_what_is_refused_stays() -> None:
+    stage = Stage()
+    target = stage.offer()
+    assert stage.answer(target, ok=False) is None
+    assert stage.take() == [("p", KEPT)] and stage.router.worker_of("s") == "p"
+    assert stage.router.loads[target].promised == 0
+
+
+def test_with_nobody_to_take_it_the_request_stays() -> None:
+    stage = Stage()
+    for name in ("d", "e"):
+        stage.router.drain(name)
+    stage.moves.offered("p", "s", TRANSFER)
+    assert stage.take() == [("p", KEPT)] and stage.moves.counts["nobody"] == 1
+
+
+def test_an_offer_of_what_nobody_waits_for_is_ended() -> None:
+    stage = Stage()
+    stage.wanted = False
+    stage.moves.offered("p", "s", TRANSFER)
+    assert stage.take() == [("p", Abort(request_ids=["s/0"]))] and stage.moves.under_way == 0
+
+
+def test_an_answer_of_another_member_is_not_believed() -> None:
+    stage = Stage()
+    target = stage.offer()
+    other = {"d": "e", "e": "d"}[target]
+    stage.answer(other, ok=True)
+    assert stage.take() == [(other, Abort(request_ids=["s/0"]))] and stage.router.worker_of("s") == "p"
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_the_end_of_the_source_counts_only_if_nobody_took_it(taken: bool) -> None:
+    stage = Stage()
+    target = stage.offer()
+    assert not stage.moves.heard("p", ABORT)
+    assert stage.answer(target, ok=taken) == (None if taken else ABORT)
+    assert stage.router.worker_of("s") == (target if taken else "p")
+
+
+def test_a_source_that_went_on_keeps_the_request() -> None:
+    """Its offer lapsed before the answer came; the taker has missed tokens and is told to let it go."""
+    stage = Stage()
+    target = stage.offer()
+    assert stage.moves.heard("p", TOKEN)
+    stage.answer(target, ok=True)
+    assert stage.take() == [(target, Abort(request_ids=["s/0"]))] and stage.router.worker_of("s") == "p"
+    assert stage.moves.under_way == 0
+
+
+@pytest.mark.parametrize("aborted", [True, False])
+def test_a_taker_that_dies_before_its_answer_leaves_the_request_where_it_was(aborted: bool) -> None:
+    stage = Stage()
+    target = stage.offer()
+    if aborted:
+        stage.moves.heard("p", ABORT)
+    stage.router.lose_worker(target)
+    assert stage.moves.lost(target) == ([ABORT] if aborted else [])
+    assert stage.take() == [("p", KEPT)] and stage.router.worker_of("s") == "p"
+
+
+def test_a_taker_that_dies_after_its_answer_leaves_nothing_to_wait_for() -> None:
+    stage = Stage()
+    target = stage.offer()
+    stage.answer(target, ok=True, arrived=False)
+    stage.take()
+    assert stage.router.lose_worker(target) == ["s"] and stage.moves.lost(target) == []
+    assert stage.take() == [("p", ACCEPTED)] and stage.moves.under_way == 0
+
+
+def test_a_source_that_dies_is_forgotten_and_a_late_taker_told() -> None:
+    stage = Stage()
+    target = stage.offer()
+    assert stage.router.lose_worker("p") == ["s"] and stage.moves.lost("p") == []
+    stage.answer(target, ok=True)
+    assert stage.take() == [(target, Abort(request_ids=["s/0"]))]
+
+
+def test_a_source_that_dies_while_its_kv_is_read_changes_nothing() -> None:
+    stage = Stage()
+    target = stage.offer()
+    stage.answer(target, ok=True, arrived=False)
+    stage.take()
+    stage.router.lose_worker("p")
+    assert stage.moves.lost("p") == []
+    stage.answer(target, ok=True)
+    assert stage.take() == [] and stage.router.worker_of("s") == target
+
+
+def test_a_trajectory_that_ends_on_the_way_ends_on_both_sides() -> None:
+    stage = Stage()
+    target = stage.offer()
+    stage.moves.ended("s/0")
+    assert stage.take() == [(target, Abort(request_ids=["s/0"])), ("p", Abort(request_ids=["s/0"]))]
+    stage.moves.ended("s/0")
+    assert stage.take() == []
+
+
+def test_a_doubled_offer_is_one() -> None:
+    stage = Stage()
+    stage.offer()
+    stage.moves.offered("p", "s", msgspec.structs.replace(TRANSFER))
+    assert stage.take() == [] and stage.moves.counts["doubled"] == 1

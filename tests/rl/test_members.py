@@ -1,0 +1,129 @@
+"""External workers at the door: who gets a number, whose messages count, and who is missed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+
+from pearl.channel import Client
+from pearl.config import ElasticOptions
+from pearl.protocol import Join, Ping, Pong, Refused, ToRank
+from pearl.rl.members import Externals, name_of, number_of
+
+LIMIT_S = 20.0
+
+
+@pytest.fixture
+def door() -> Iterator[SimpleNamespace]:
+    context = zmq.Context()
+    externals = Externals(context, ElasticOptions(listen="127.0.0.1:0", heartbeat_s=0.5, silence_s=3.0), 3, 0.0)
+    clients: list[Client] = []
+
+    def connect(name: str) -> Client:
+        clients.append(Client(context, externals.address, name, ToRank))
+        return clients[-1]
+
+    yield SimpleNamespace(externals=externals, connect=connect)
+    for client in clients:
+        client.socket.close(0)
+    assert externals.server is not None
+    externals.server.socket.close(0)
+    context.term()
+
+
+def until(ready: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + LIMIT_S
+    while not (found := ready()):
+        assert time.monotonic() < deadline, "it did not come"
+    return found
+
+
+def ask(door: SimpleNamespace, client: Client, token: str | None = None) -> None:
+    client.send(Join(token=door.externals.token if token is None else token, pid=4, host="far"))
+
+
+def received(door: SimpleNamespace, client: Client) -> Any:
+    def look() -> Any:
+        door.externals.receive()
+        return client.receive()
+
+    return until(look)[0]
+
+
+def test_names_and_numbers() -> None:
+    assert [number_of(name_of(number)) for number in (0, 7, 12)] == [0, 7, 12]
+
+
+def test_a_worker_gets_the_next_number_and_only_its_own_messages_count(door: SimpleNamespace) -> None:
+    first, second = door.connect("a"), door.connect("b")
+    for client in (first, second):
+        ask(door, client)
+    until(lambda: door.externals.receive() or len(door.externals.joins) == 2)
+    members = [door.externals.admit(peer, join, 0.0) for peer, join in door.externals.joins]
+    assert [member.number for member in members] == [3, 4] and all(member.external for member in members)
+    assert members[0].gpus == ["rank3"] and members[0].hello.pid == 4
+    ours = {member.peer: member.number for member in members}
+    first.send(Pong(rank=ours["b"], sequence=1))  # under another's number
+    first.send(Pong(rank=ours["a"], sequence=2))
+    [event] = until(door.externals.receive)
+    assert (event.rank, event.sequence) == (ours["a"], 2) and door.externals.dropped["stranger"] == 1
+
+
+def test_who_does_not_know_the_token_is_refused(door: SimpleNamespace) -> None:
+    stranger = door.connect("s")
+    ask(door, stranger, "guess")
+    assert isinstance(received(door, stranger), Refused)
+    stranger.send(Pong(rank=3, sequence=1))
+    until(lambda: door.externals.receive() or door.externals.dropped["stranger"])
+    assert not door.externals.joins and door.externals.dropped["bad_token"] == 1
+
+
+def test_what_cannot_be_read_is_counted_and_no_error(door: SimpleNamespace) -> None:
+    client = door.connect("a")
+    client.send_encoded(b"\xc1 not a message")
+    until(lambda: door.externals.receive() or door.externals.dropped["unreadable"])
+
+
+def test_asking_twice_is_one_worker_and_the_gone_keep_their_number(door: SimpleNamespace) -> None:
+    client = door.connect("a")
+    ask(door, client)
+    until(lambda: door.externals.receive() or door.externals.joins)
+    member = door.externals.admit(*door.externals.joins.pop(), 0.0)
+    ask(door, client)
+    until(lambda: door.externals.receive() or door.externals.dropped["doubled"])
+    assert not door.externals.joins
+    door.externals.forget(member.number)
+    client.send(Pong(rank=member.number, sequence=1))
+    until(lambda: door.externals.receive() or door.externals.dropped["stranger"])
+    assert not door.externals.send(member.number, Ping(sequence=1))
+    ask(door, client)
+    until(lambda: door.externals.receive() or door.externals.joins)
+    assert door.externals.admit(*door.externals.joins.pop(), 0.0).number == member.number + 1
+
+
+def test_the_silent_are_named_and_others_pinged(door: SimpleNamespace) -> None:
+    clients = {name: door.connect(name) for name in "ab"}
+    for client in clients.values():
+        ask(door, client)
+    until(lambda: door.externals.receive() or len(door.externals.joins) == 2)
+    numbers = {peer: door.externals.admit(peer, join, 0.0).number for peer, join in door.externals.joins}
+    silent: list[int] = []
+    for now in range(1, 5):
+        silent += door.externals.watch(float(now))
+        assert isinstance(received(door, clients["a"]), Ping)
+        clients["a"].send(Pong(rank=numbers["a"], sequence=now))
+        until(door.externals.receive)
+    assert set(silent) == {numbers["b"]}
+
+
+def test_without_an_address_nobody_comes() -> None:
+    context = zmq.Context()
+    externals = Externals(context, ElasticOptions(), 2, 0.0)
+    assert (externals.address, externals.ends, externals.receive(), externals.watch(9.0)) == ("", [], [], [])
+    assert not externals.tell("anybody", Ping(sequence=1))
+    context.term()
