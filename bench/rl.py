@@ -3,9 +3,9 @@
 The step: 16 answers of 64 tokens to two prompts of 64, in groups of 8, sampled at temperature 1 in bf16, one GRPO update of
 all weights (fp32 with bf16 products), and the new weights in the engine. Every side is a process of its own that keeps its
 model loaded; they take turns, in an order that turns with every round, and medians are compared: wall seconds, and processor
-seconds, which a busy machine changes less. `--trl PYTHON` names the Python of an environment with TRL; without it, plain torch and
-transformers make the same step as a stand-in, and the result says so. `value` is PEARL's seconds over the other's, in
-processor seconds with `--busy`.
+seconds, which a busy machine changes less. `--trl PYTHON` names the Python of an environment with TRL; without it, plain
+torch and transformers make the same step as a stand-in, and the result says so. `value` is PEARL's seconds over the other's,
+in processor seconds with `--busy`.
 
     python -m bench.rl --model FOLDER --trl VENV/bin/python
 """
@@ -33,7 +33,8 @@ class Side:
 
     def __init__(self, name: str, python: str, script: str, model: str, threads: int) -> None:
         self.name = name
-        variables = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "MKL_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT.parent)}
+        variables = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT.parent)}
+        variables["OMP_WAIT_POLICY"] = "passive"  # threads that spin would count as processor time
         self._process = subprocess.Popen(
             [python, str(ROOT / "peers" / script), "--model", model, "--threads", str(threads)],
             stdin=subprocess.PIPE,

@@ -41,6 +41,8 @@ class EngineConfig:
     `transfer_deadline_s`: seconds for which a request that moves to or from another engine is waited for.
     `cuda_graphs`: decode steps are captured once and replayed, on GPUs and by kernels where that works. `overlap`: the next
     step is decided and queued while the device runs the last one, so that tokens are told a step later.
+    `deterministic`: the same bits from run to run, whatever else is in a batch and whenever it came; refused for kernels that
+    cannot (all but those for CPUs). A job with it is synchronous.
     """
 
     model: Any = None
@@ -71,8 +73,11 @@ class EngineConfig:
         one_of("engine.dtype", self.dtype, DTYPES)
         one_of("engine.kernels", self.kernels, ("auto", "cpu", "triton", "flashinfer", "reference"))
         one_of("engine.load_format", self.load_format, ("auto", "dummy"))
-        if self.deterministic is not False:
-            raise ValueError(f"engine.deterministic={self.deterministic!r}: must be False, equal bits are not promised yet")
+        if not isinstance(self.deterministic, bool):
+            raise ValueError(f"engine.deterministic={self.deterministic!r}: must be true or false")
+        for name, value, needed in (("overlap", self.overlap, False), ("tensor_parallel", self.tensor_parallel, 1)):
+            if self.deterministic and value != needed:
+                raise ValueError(f"engine.{name}={value}: must be {needed} with deterministic=True")
         if self.overlap and self.tensor_parallel > 1:
             raise ValueError(f"engine.overlap={self.overlap}: must be False with tensor_parallel={self.tensor_parallel}")
         if self.num_blocks is not None:
@@ -222,7 +227,8 @@ class Config:
     `max_staleness` counts weight versions between a trajectory's oldest token and the update that trains on it; 0 is
     synchronous, and None means 0 for one rank (which takes turns) and 1 for more. `save_steps` (a checkpoint to resume from,
     the last `keep_checkpoints` are kept) and `eval_steps`: every so many steps, 0 for never; the final policy is always
-    saved. `trace` writes trace.json for ui.perfetto.dev; `check_weights` compares trainer and engines bit by bit after each
+    saved. `trace` writes trace.json for ui.perfetto.dev, `tensorboard` event files into RUN/tensorboard; `wandb` is the project
+    of Weights & Biases that gets the metrics; `check_weights` compares trainer and engines bit by bit after each
     publication, and ends the run if they differ. `device`: "emulated:PROFILE" runs the job without any device, at the pace of
     a cost profile and with tokens drawn at random (docs/elasticity.md). `chosen` names the settings that `resolve` filled in
     for one number of ranks; see `unresolved`.
@@ -240,6 +246,8 @@ class Config:
     eval_steps: int = 0
     eval_episodes: int = 64
     trace: bool = False
+    tensorboard: bool = False
+    wandb: str = ""
     check_weights: bool = False
     device: str = "auto"
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -308,7 +316,9 @@ def resolve(config: Config, world: int) -> Config:
         )
     if c.model.path is None:
         _check_fresh_model(c)
-    staleness = (0 if world == 1 else 1) if c.max_staleness is None else c.max_staleness
+    staleness = (0 if world == 1 or c.engine.deterministic else 1) if c.max_staleness is None else c.max_staleness
+    if c.engine.deterministic and staleness:
+        raise ValueError(f"max_staleness={staleness}: must be 0 with engine.deterministic=True")
     automatic = {"max_staleness": c.max_staleness, "cluster.train_ranks": c.cluster.train_ranks}
     chosen = tuple(name for name, value in automatic.items() if value is None or name in c.chosen)
     if c.emulated is not None:  # nothing is learned, so that nothing has to be warmed up

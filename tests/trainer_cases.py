@@ -16,6 +16,9 @@ UNCLIPPED = 1e9
 ALGORITHM = AlgorithmOptions(kl_coef=0.3, entropy_coef=0.02)
 
 
+NARROW = {"trainer": TrainerOptions(compute_dtype="bfloat16")}
+"""bf16 products and attention; weights and gradients in fp32."""
+
 ACTOR_CRITIC = {
     "algorithm": AlgorithmOptions(
         name="ppo", gae_level="turn", kl_coef=0.2, kl_in="reward", importance_level="sequence", importance_cap=2.0

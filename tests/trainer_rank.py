@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from trainer_cases import ACTOR_CRITIC, config, folder
+from trainer_cases import ACTOR_CRITIC, NARROW, config, folder
 
 from pearl.engine.comm.communicator import GroupCommunicator
 from pearl.protocol import TrainStep
@@ -46,6 +46,9 @@ def run(place: Path, own: Path, comm: GroupCommunicator) -> None:
         trainer.set_reference()
         results[str(dtype)] = after(trainer, [trainer.train_step(step) for step in steps["equal"]])
         results[f"rows {dtype}"] = {name: tuple(own_rows(p)[1].shape) for name, p in trainer.decoder.named_parameters()}
+    narrow = Trainer(place / "model", config(**NARROW), comm=comm)
+    narrow.set_reference()
+    results["narrow"] = after(narrow, [narrow.train_step(steps["equal"][0])])
     results["actor-critic"] = actor_critic(place, comm, steps["equal"])
     results["refused"] = refused(trainer, steps["refused"])
     trainer.save(own / "exported")

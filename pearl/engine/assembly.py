@@ -78,6 +78,9 @@ def choose_parts(config: EngineConfig, rank: int = 0) -> Choice:
     max_model_len = _max_model_len(config, model)
     plan_role(config.role, max_batch_tokens=config.max_batch_tokens, decode_prefill_tokens=config.decode_prefill_tokens)
     kernels, why = choose(config.kernels, device=device, dtype=dtype, model=model, block_size=config.block_size)
+    if config.deterministic and not kernels.row_invariant:
+        reason = f"kernels={kernels.name!r} compute other bits in other batches"
+        raise ValueError(f"engine.deterministic={config.deterministic}: must be False, {reason}; those for CPUs do not")
     return Choice(
         device=device, model=model, shard=shard, local=local, max_model_len=max_model_len, kernels=kernels, why=why
     )

@@ -18,6 +18,7 @@ from typing import Any
 from pearl.config import Config, check_lengths
 from pearl.engine.models import config as model_config
 from pearl.engine.tokenizer import Tokenizer
+from pearl.metrics.trackers import load_wandb
 from pearl.rl import fresh_model
 from pearl.rl.emulated import pace_of
 from pearl.rl.envs import registry
@@ -48,6 +49,8 @@ def check(config: Config, *, new_run: bool = True, machine: bool = True) -> None
         return
     if config.elastic.trace:
         _check_trace(config.elastic.trace)
+    if config.wandb:
+        load_wandb(config.wandb)
     _check_device(config.engine.device)
     if config.model.path is not None:
         _check_model(config, config.model.path)

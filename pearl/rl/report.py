@@ -1,7 +1,7 @@
 """A run as one page: `python -m pearl.rl.report RUN` writes RUN/report.html, which needs no network and no other file.
 
 Owns what is shown and in which order: the outcome, curves, where time went, who did what when (from trace.json where there is
-one), staleness, and sample trajectories with their tokens coloured by log-prob. It reads what a run has written, also while
+one), what the cluster became (from transitions.jsonl), staleness, and sample trajectories with their tokens coloured by log-prob. It reads what a run has written, also while
 it goes on. Invariant: every text of a run is escaped: no word of a model becomes part of the page. Torch-free.
 """
 
@@ -22,6 +22,7 @@ from pearl.metrics import svg
 from pearl.metrics.console import TIME_PARTS, count, duration, is_number, number, percent
 from pearl.metrics.jsonl import read_jsonl
 from pearl.metrics.trace import read_trace
+from pearl.rl import report_transitions
 from pearl.rl.report_style import STYLE
 
 MOST_SPANS = 3000
@@ -49,6 +50,7 @@ def page(run: Path) -> str:
         "<h2>Time</h2>",
         _figures(_time(rows, steps)),
         _timeline(run),
+        report_transitions.section(_changes(run), rows),
         "<h2>Staleness and agreement</h2>",
         _figures(_agreement(rows, steps)),
         "<h2>Sample trajectories</h2>",
@@ -67,6 +69,12 @@ def _rows(run: Path) -> list[Row]:
     if not rows:
         raise ValueError(f"{run}: no run that has made a step (metrics.jsonl is {'empty' if path.is_file() else 'not there'})")
     return [rows[step] for step in sorted(rows)]
+
+
+def _changes(run: Path) -> list[Row]:
+    """The finished changes of the cluster; none where nothing was written."""
+    path = run / "transitions.jsonl"
+    return read_jsonl(path) if path.is_file() else []
 
 
 def _config(run: Path) -> Config | None:

@@ -27,6 +27,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospac
 .given { color: var(--faint); }
 .sampled { background: color-mix(in srgb, var(--unlikely) var(--p, 0%), var(--likely)); border-radius: 3px; }
 .legend span { padding: 1px 5px; } .error { color: var(--c4); }
-table { border-collapse: collapse; font-size: 14px; } td { padding: 2px 18px 2px 0; overflow-wrap: anywhere; }
+table { border-collapse: collapse; font-size: 14px; }
+td, th { padding: 2px 18px 2px 0; text-align: left; overflow-wrap: anywhere; }
 td:first-child { font-family: ui-monospace, monospace; white-space: nowrap; vertical-align: top; }
 """

@@ -21,7 +21,7 @@ from pearl.engine.kernels.interface import Attend
 from pearl.engine.kernels.reference import widened
 
 WORTH_IT = 0.95
-"""Where more than this share of the cells are rows of their own, gathering them costs what the others save."""
+"""Where this share of the cells or more are rows of their own, gathering them costs what the others save."""
 
 
 class SharedRows(NamedTuple):
@@ -45,7 +45,7 @@ def shared_rows(sequences: Sequence[np.ndarray]) -> SharedRows | None:
             row_of_cell[start : start + same] = row_of_cell[starts[before] : starts[before] + same]
         row_of_cell[start + same : start + len(ids)] = np.arange(rows, rows + len(ids) - same)
         rows, before = rows + len(ids) - same, index
-    if rows > WORTH_IT * len(row_of_cell):
+    if rows >= WORTH_IT * len(row_of_cell):
         return None
     cell_of_row = np.empty(rows, dtype=np.int64)
     cell_of_row[row_of_cell] = np.arange(len(row_of_cell))

@@ -389,5 +389,6 @@ class Trainer:
             shapes={spec.name: spec.shape for spec in param_specs(self.model_config)},
             reference=self._reference is not None,
             policy_steps=self._policy_steps,
+            train_layers=self.config.trainer.train_layers or 0,
             updates={name: updates_made(optimizer) for name, optimizer in self._optimizers.items()},
         )

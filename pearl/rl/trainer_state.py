@@ -33,7 +33,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """What is in a state beside tensors. `updates`: optimizer updates made, by objective; `files`: name -> bytes.
 
     `shapes` are those of the policy's parameters, `reference` whether a reference is held, `policy_steps` where the
-    learning-rate schedule stands.
+    learning-rate schedule stands. `train_layers`: how many layers were trained, whose moments alone are there (0: all; None:
+    an older state does not say).
     """
 
     version: int = VERSION
@@ -42,6 +43,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     reference: bool
     policy_steps: int
     updates: dict[str, int]
+    train_layers: int | None = None
     files: dict[str, int] = {}
 
 
@@ -86,6 +88,9 @@ def read_facts(path: Path, expected: Facts) -> Facts:
         raise StateError(f"{path}: a state of version {facts.version}; this release reads version {expected.version}")
     if facts.dtype != expected.dtype:
         raise StateError(f"{path}: the state is in {facts.dtype}, the trainer in {expected.dtype}")
+    if facts.train_layers not in (None, expected.train_layers):
+        theirs, ours = ("all" if count == 0 else count for count in (facts.train_layers, expected.train_layers))
+        raise StateError(f"{path}: trainer.train_layers={ours}: must be {theirs} as when the state was written")
     for name in sorted(facts.shapes.keys() | expected.shapes.keys()):
         theirs, ours = facts.shapes.get(name), expected.shapes.get(name)
         if theirs != ours:

@@ -17,6 +17,7 @@ from pearl.clock import Clock
 from pearl.config import Config
 from pearl.engine.tokenizer import Tokenizer
 from pearl.metrics.jsonl import JsonlWriter
+from pearl.metrics.trackers import trackers_of
 from pearl.protocol import Checkpoint, Done, Export, Publish, Restore, Serve, SetReference, TrainSequence, TrainStep
 from pearl.rl.algorithms import algorithm_of
 from pearl.rl.best_policy import BestPolicy
@@ -86,6 +87,7 @@ class TrainingRun:
         self._checkpoints = CheckpointFolder(driver.run, self.config.keep_checkpoints)
         self._best = BestPolicy(driver.run)
         self._rows = JsonlWriter(driver.run / "metrics.jsonl")
+        self._trackers = trackers_of(self.config, driver.run)
         self._episodes = JsonlWriter(driver.run / "trajectories.jsonl")
         self._successes: list[float] = []
         self._evaluated: list[Trajectory] = []
@@ -125,6 +127,8 @@ class TrainingRun:
                 self._keep_if_best(score)
             row = self._row(batch, score) | meter.finish(trained, published, eval_s)
             self._rows.write(row)
+            for tracker in self._trackers:
+                tracker.write(row)
             self._driver.report(row)
             if config.save_steps and (step % config.save_steps == 0 or step == config.max_steps):
                 self._save()

@@ -271,6 +271,22 @@ def test_a_killed_idle_process_costs_nothing(make_pool: Callable[..., Environmen
     assert pool.counts == {"restarts": 1, "timeouts": 0, "errors": 0, "replayed": 2}
 
 
+def test_temporary_files_of_a_killed_process_go_with_it(make_pool: Callable[..., EnvironmentPool], tmp_path: Path) -> None:
+    """The repositories of the coding environment are such files; they lie beside the log, not in the machine's folder."""
+    pool = make_pool(name="coding")
+    begin(pool, "a", "b")
+    scratch = tmp_path / "logs" / "env-0.tmp"
+    first = set(scratch.iterdir())
+    assert len(first) == 2 and all(any(folder.iterdir()) for folder in first)
+    os.kill(pool._hosts[0].process.pid, signal.SIGKILL)
+    pool._hosts[0].process.wait()
+    submit = '<tool_call>{"name": "list_files", "arguments": {}}</tool_call>'
+    assert play(pool, a=submit, b=submit)["a"].error is None
+    assert not first & set(scratch.iterdir()) and len(list(scratch.iterdir())) == 2
+    pool.close()
+    assert not scratch.exists()
+
+
 @pytest.mark.parametrize("way", ["hang", "spin"])
 def test_a_hang_costs_the_culprit(make_pool: Callable[..., EnvironmentPool], way: str) -> None:
     pool = make_pool(timeout_s=0.5)

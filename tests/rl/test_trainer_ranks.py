@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor
-from trainer_cases import ACTOR_CRITIC, command, config, folder, sequences
+from trainer_cases import ACTOR_CRITIC, NARROW, command, config, folder, sequences
 
 from pearl.protocol import TrainSequence, TrainStep
 from pearl.rl.checkpoint import is_stable
@@ -164,6 +164,25 @@ def test_actor_and_critic_on_several_ranks_equal_those_on_one(ran: tuple[Path, l
     for result in (result["actor-critic"] for result in results):
         assert_same({name: tensor.detach() for name, tensor in expected.items()}, result["weights"], 1e-9)
         assert_same_metrics(metrics, result["metrics"], 1e-8)
+
+
+def test_several_ranks_in_bf16_equal_one_as_far_as_bf16_goes(ran: tuple[Path, list]):
+    own, results = ran
+    trainer = Trainer(own.parent / "model", config(**NARROW))
+    trainer.set_reference()
+    metrics = trainer.train_step(plans(ALONE)["equal"][0])
+    ours = torch.cat([whole(p.grad).flatten() for p in trainer.decoder.parameters()])
+    wide = single(own.parent)
+    wide.train_step(plans(ALONE)["equal"][0])
+    assert 0 < distance(torch.cat([p.grad.flatten() for p in wide.decoder.parameters()]), ours) < 0.05
+    for result in (result["narrow"] for result in results):
+        theirs = torch.cat([result["gradients"][name].flatten() for name, _ in trainer.decoder.named_parameters()])
+        assert theirs.dtype == torch.float32 and distance(theirs, ours) < 0.02
+        assert result["metrics"][0]["loss"] == pytest.approx(metrics["loss"], abs=5e-3)
+
+
+def distance(first: Tensor, second: Tensor) -> float:
+    return float((first - second).norm() / second.norm())
 
 
 def test_each_rank_holds_its_share(ran: tuple[Path, list]):

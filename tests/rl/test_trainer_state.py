@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from trainer_cases import command, config, folder, sequences
 
-from pearl.config import AlgorithmOptions
+from pearl.config import AlgorithmOptions, TrainerOptions
 from pearl.protocol import TrainStep
 from pearl.rl.trainer import Trainer
 from pearl.rl.trainer_state import FACTS, StateError
@@ -160,6 +160,20 @@ def test_a_state_of_another_model_is_refused(saved: Path, tmp_path: Path):
     deeper = new(folder(tmp_path / "deeper", num_hidden_layers=3))
     with pytest.raises(StateError, match=r"layers.2.down.weight is absent there, \(16, 24\) here"):
         deeper.load_state(saved)
+
+
+def test_other_layers_than_were_trained_are_refused(model: Path, tmp_path: Path):
+    """The moments of the others are not there."""
+    some = new(model, trainer=TrainerOptions(train_layers=1))
+    some.set_reference()
+    some.train_step(steps()[0])
+    some.save_state(tmp_path / "some")
+    for layers, named in ((None, "all"), (2, "2")):
+        with pytest.raises(StateError, match=f"trainer.train_layers={named}: must be 1 as when the state was written"):
+            new(model, trainer=TrainerOptions(train_layers=layers)).load_state(tmp_path / "some")
+    again = new(model, trainer=TrainerOptions(train_layers=1))
+    again.load_state(tmp_path / "some")
+    assert same(everything(again), everything(some))
 
 
 def test_what_cannot_be_written_is_an_os_error(model: Path, tmp_path: Path):

@@ -49,6 +49,7 @@ class CpuKernels(ReferenceKernels):
 
     name = "cpu"
     kv_layout = "tiles16"
+    row_invariant = True
 
     def refusal(self, *, device: torch.device, dtype: torch.dtype, model: ModelConfig, block_size: int) -> str | None:
         if device.type != "cpu":

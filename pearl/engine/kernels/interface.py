@@ -164,6 +164,8 @@ class Kernels(Protocol):
 
     name: str
     kv_layout: str
+    row_invariant: bool
+    """A row's bits depend on nothing else in the batch, nor on how a sequence was cut into steps."""
     draw: Draw | None
     """None: the sampler does it itself."""
 

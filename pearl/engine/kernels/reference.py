@@ -24,6 +24,7 @@ class ReferenceKernels:
 
     name = "reference"
     kv_layout = "plain"
+    row_invariant = False
     draw: Draw | None = None
 
     def __init__(self) -> None:

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,17 +67,25 @@ class _Episode:
 Item = Reset | Step | Replay
 
 
+def scratch_of(progress_file: Path) -> Path:
+    """Where the environments of a process put temporary files: beside its log, so that nothing is left elsewhere."""
+    return progress_file.with_suffix(".tmp")
+
+
 class _HostProcess:
     """One process and what it was asked. `progress` tells which item it is at, seen since `seen_at`."""
 
     def __init__(self, index: int, log_dir: Path, start: Callable[[str, Path, Path], subprocess.Popen]) -> None:
         self.log = log_dir / f"env-{index}.log"
         self._index, self._start, self._progress_file = index, start, log_dir / f"env-{index}.progress"
+        self._scratch = scratch_of(self._progress_file)
         self.episodes = 0
         self.failed_starts = 0
         self.last_serial = 0
 
     def start(self, now: float) -> None:
+        self._clear()
+        self._scratch.mkdir()
         self._progress_file.write_bytes(bytes(PROGRESS_BYTES))
         self.progress = Progress(str(self._progress_file))
         self.token = f"env-{self._index}-{secrets.token_hex(8)}"
@@ -111,6 +120,11 @@ class _HostProcess:
         self.process.wait()
         self.progress.close()
         self._progress_file.unlink(missing_ok=True)
+        self._clear()
+
+    def _clear(self) -> None:
+        """What environments put aside goes with their process, however that ended."""
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def last_lines(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines()[-5:] if self.log.exists() else []
@@ -226,7 +240,8 @@ class EnvironmentPool:
         command += [registry.target_of(self._options.name), options, token]
         command += ["--parent", str(os.getpid()), "--progress", str(progress)]
         paths = os.pathsep.join(path for path in sys.path if path)
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": paths}
+        scratch = str(scratch_of(progress).resolve())
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": paths, "TMPDIR": scratch}
         with open(log, "ab") as output:
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, process_group=0

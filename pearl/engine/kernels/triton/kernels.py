@@ -27,6 +27,7 @@ class TritonKernels:
 
     name = "triton"
     kv_layout = "plain"
+    row_invariant = False
 
     def __init__(self, launch: Launcher = run) -> None:
         self._launch = launch
