@@ -1,0 +1,129 @@
+"""`python -m pearl.sched.sim`: runs systems on a segment of external GPUs, and shows what came of it.
+
+Owns the options and how they become runs. What is shown is made by `tables.py` and `page.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pearl.sched.sim.availability import EXTERNAL_GPUS, SEGMENTS, external_gpus, read_trace, segment_gpus, steady
+from pearl.sched.sim.baselines import system_named
+from pearl.sched.sim.page import write_page
+from pearl.sched.sim.plans import Availability, EngineSizes, Hardware, TrajectoryPlan
+from pearl.sched.sim.presets.fitted import Fitted, read_fitted
+from pearl.sched.sim.presets.qwen3 import PRESETS, Preset, preset_named
+from pearl.sched.sim.simulator import Simulation
+from pearl.sched.sim.tables import Run, as_text, counts_line, step_table, throughput_table, transition_table
+from pearl.sched.sim.workload import FAMILIES, TaskFamily, family_named, replay
+
+Rows = list[list[TrajectoryPlan]]
+
+
+def parser() -> argparse.ArgumentParser:
+    parse = argparse.ArgumentParser(prog="python -m pearl.sched.sim", description=(__doc__ or "").splitlines()[0])
+    parse.add_argument("--preset", default="qwen3-8b-h800", help=f"costs and work: {', '.join(PRESETS)}")
+    parse.add_argument("--workload", default="", help=f"another: {', '.join(FAMILIES)}, or a run's trajectories.jsonl")
+    parse.add_argument("--policy", default="roll,rlboost,paper,ours", help="systems, by commas; also fixed ratios such as 3:5")
+    segments = ", ".join(segment.name for segment in SEGMENTS)
+    parse.add_argument("--trace", default="none", help=f"external GPUs: none, a number of workers, {segments}, or a CSV file")
+    parse.add_argument("--trace-dir", type=Path, help="where the segments' recorded traces are; else they are drawn")
+    parse.add_argument("--gpus", type=int, default=EXTERNAL_GPUS, help="GPUs that a CSV file's most nodes stand for")
+    parse.add_argument("--notice", type=float, default=0.0, metavar="S", help="seconds before a GPU goes at which it is told")
+    parse.add_argument("--training-gpus", type=int, default=16)
+    parse.add_argument("--reserved-workers", type=int, default=2)
+    parse.add_argument("--tp", type=int, default=2)
+    parse.add_argument("--batch", type=int, default=64)
+    parse.add_argument("--semantics", choices=("barrier", "slots"), default="barrier")
+    parse.add_argument("--transfer", choices=("append", "context"), default="append")
+    parse.add_argument("--block-size", type=int, default=EngineSizes().block_size, help="coarse blocks are faster to simulate")
+    parse.add_argument("--hours", type=float, default=2.0)
+    parse.add_argument("--steps", type=int, help="ends a run after so many steps, if that is earlier")
+    parse.add_argument("--seeds", default="0", help="by commas")
+    parse.add_argument("--html", type=Path, help="a page with tables and pictures")
+    parse.add_argument("--json", type=Path, help="all results")
+    parse.add_argument("--details", action="store_true", help="steps and transitions of each run, too")
+    return parse
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0; 2 for options that cannot be."""
+    parse = parser()
+    options = parse.parse_args(arguments)
+    try:
+        runs, note = play(options)
+    except (ValueError, OSError) as error:
+        parse.error(str(error))
+    print(note)
+    print(as_text(throughput_table(runs, base=runs[0].policy)))
+    for run in runs if options.details else ():
+        print(f"\n{run.policy}, seed {run.seed}: {counts_line(run.result.counts)}")
+        print(as_text(step_table(run.result)))
+        print(as_text(transition_table(run.result)))
+    if options.html:
+        write_page(runs, options.html, title=f"{options.preset} on {options.trace}", base=runs[0].policy, note=note)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
+    return 0
+
+
+def play(options: argparse.Namespace) -> tuple[list[Run], str]:
+    """The runs, system by system, and a sentence that says what they rest on. ValueError for what cannot be."""
+    preset, (fitted, digest) = preset_named(options.preset), read_fitted()
+    systems = [system_named(name) for name in options.policy.split(",")]
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    recorded, family = _work(options.workload, preset, fitted)
+    hardware = Hardware(training_gpus=options.training_gpus, reserved_workers=options.reserved_workers, tp=options.tp)
+    more: dict[str, Any] = dict(
+        semantics=options.semantics,
+        transfer=options.transfer,
+        engine=EngineSizes(block_size=options.block_size),
+        max_steps=options.steps,
+        until_s=3600 * options.hours,
+    )
+    runs, sources = [], {}
+    for system in systems:
+        for seed in seeds:
+            gpus, sources[seed] = _external(options, seed)
+            settings = system.settings(preset, fitted, hardware=hardware, batch=options.batch, seed=seed, **more)
+            plans = _plans(recorded, family, settings.group, seed)
+            result = Simulation(settings, plans, gpus if system.external else None).run()
+            runs.append(Run(policy=system.name, segment=options.trace, seed=seed, result=result))
+    about = f"{options.preset}, fitted numbers {digest}, external GPUs: {'; '.join(dict.fromkeys(sources.values()))}"
+    return runs, f"{about}; {options.semantics}, {options.hours:g} h"
+
+
+def _work(name: str, preset: Preset, fitted: Fitted) -> tuple[Rows, TaskFamily]:
+    """(recorded groups, if there are any; the kind of work)."""
+    if name.endswith(".jsonl"):
+        return replay(Path(name)), preset.family
+    return [], fitted.family(family_named(name) if name else preset.family)
+
+
+def _plans(recorded: Rows, family: TaskFamily, group: int, seed: int) -> Iterator[TrajectoryPlan]:
+    for members in recorded or family.groups(group, seed):
+        yield from members
+
+
+def _external(options: argparse.Namespace, seed: int) -> tuple[Availability, str]:
+    """(external GPUs, where they come from)."""
+    name = options.trace
+    if name == "none" or name.isdecimal():
+        count = 0 if name == "none" else int(name)
+        return steady(count, options.tp), f"{count} workers all the time"
+    segment = next((segment for segment in SEGMENTS if segment.name == name), None)
+    if segment is not None:
+        gpus, source = segment_gpus(segment, options.trace_dir, tp=options.tp, seed=seed)
+        return Availability(events=gpus.events, notice_s=options.notice), source
+    trace = read_trace(Path(name))
+    most = max(count for _, count in trace.counts())
+    rng = np.random.default_rng(seed)
+    gpus = external_gpus(trace, most_nodes=most, gpus=options.gpus, tp=options.tp, rng=rng, notice_s=options.notice)
+    return gpus, Path(name).name
