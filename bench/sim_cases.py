@@ -15,7 +15,6 @@ from pearl.sched.sim.baselines import ROLL, System
 from pearl.sched.sim.plans import Availability, EngineSizes, Hardware, TrajectoryPlan
 from pearl.sched.sim.presets.fitted import Fitted
 from pearl.sched.sim.presets.qwen3 import Preset
-from pearl.sched.sim.results import SimResult
 from pearl.sched.sim.simulator import Simulation
 from pearl.sched.sim.tables import Run
 from pearl.sched.sim.workload import TaskFamily
@@ -28,7 +27,6 @@ BLOCKS = EngineSizes(block_size=256)
 class Printed:
     """A figure of the paper: `low` to `high` (equal for a single number)."""
 
-    name: str
     low: float
     high: float
 
@@ -75,7 +73,9 @@ def fixed(name: str, mode: str, ratio: str = "auto", borrow: str = "none", margi
     return replace(ROLL, name=name, scheduler=replace(scheduler, tail_share=0.0))
 
 
-def makespan(system: System, preset: Preset, fitted: Fitted, *, workers: int, seeds: tuple[int, ...] = (0,), **more: Any) -> float:
+def makespan(
+    system: System, preset: Preset, fitted: Fitted, *, workers: int, seeds: tuple[int, ...] = (0,), **more: Any
+) -> float:
     """Mean seconds of rollout of a batch on so many workers, the trainer never in the way (synchronous steps)."""
     hardware = Hardware(training_gpus=8, reserved_workers=workers, tp=2)
     rows = []
@@ -83,8 +83,3 @@ def makespan(system: System, preset: Preset, fitted: Fitted, *, workers: int, se
         options = {"max_steps": 1, "max_staleness": 0} | more
         rows += run_system(system, preset, fitted, seed=seed, hardware=hardware, **options).result.steps
     return sum(row.makespan_s for row in rows) / len(rows)
-
-
-def mean_step(result: SimResult) -> float:
-    """Seconds per RL step."""
-    return result.step_s

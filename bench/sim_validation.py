@@ -9,10 +9,7 @@ on paper as they would on several machines, and environments wait on the same cl
 
 from __future__ import annotations
 
-import argparse
 import heapq
-import json
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +20,7 @@ import numpy as np
 from pearl.config import EngineConfig, ModelOptions
 from pearl.engine.engine import Engine
 from pearl.protocol import Role, SamplingParams
-from pearl.rl.measure_costs import Grid, fresh_model, measure
+from pearl.rl.measure_costs import fresh_model
 from pearl.sched.router import Router
 from pearl.sched.sim.plans import TrajectoryPlan
 from pearl.sched.sim.workload import FROZEN_LAKE, LogNormal

@@ -65,8 +65,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """(batch, context, seconds) of decode steps, (new, prefix, seconds) of prefills, and (batch, context, new, seconds) of steps
-    that do both."""
+    """(batch, context, seconds) of decode steps, (new, prefix, seconds) of prefills, (batch, context, new, seconds) of both."""
 
     decode: tuple[tuple[float, float, float], ...]
     prefill: tuple[tuple[float, float, float], ...]

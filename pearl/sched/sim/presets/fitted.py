@@ -20,12 +20,14 @@ from pearl.sched.sim.workload import TaskFamily
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """`overhead_s` per request outside of the engine, `step_overhead_s` of host time per engine step, `miss_share` of turns
-    that find nothing cached. `env_factor` and `generated_factor` scale the software family's means; `stall_share` of its
-    turns stall; `slowness` spreads environments' speed over trajectories. `mixing` as in CostProfile."""
+    """`overhead_s` per request outside of the engine, `step_overhead_s` of host time per engine step, `prefill_overhead_s` more
+    per step that computes prompts (its kernels are launched one by one; the request is tokenized, looked up, admitted), and
+    `miss_share` of turns that find nothing cached. `env_factor` and `generated_factor` scale the software family's means;
+    `stall_share` of its turns stall; `slowness` spreads environments' speed over trajectories. `mixing` as in CostProfile."""
 
     overhead_s: float
     step_overhead_s: float
+    prefill_overhead_s: float
     miss_share: float
     env_factor: float
     generated_factor: float
@@ -34,13 +36,14 @@ class Fitted:
     mixing: float
 
     def __post_init__(self) -> None:
-        at_least(self, "fitted", 0, "overhead_s", "step_overhead_s", "slowness")
+        at_least(self, "fitted", 0, "overhead_s", "step_overhead_s", "prefill_overhead_s", "slowness")
         within(self, "fitted", 0, 1, "miss_share", "stall_share", "mixing")
         above_zero(self, "fitted", "env_factor", "generated_factor")
 
     def costs(self, given: CostProfile) -> CostProfile:
         """`given` with the host's time per step, and what a prefill costs those who decode beside it."""
-        return replace(given, step_overhead_s=self.step_overhead_s, mixing=self.mixing)
+        prefill = replace(given.prefill, base_s=given.prefill.base_s + self.prefill_overhead_s)
+        return replace(given, prefill=prefill, step_overhead_s=self.step_overhead_s, mixing=self.mixing)
 
     def family(self, given: TaskFamily) -> TaskFamily:
         """`given` with longer or shorter generations and environments, and other tails."""
