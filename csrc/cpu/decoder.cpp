@@ -19,6 +19,7 @@ namespace pearl::cpu {
 namespace {
 
 constexpr std::int64_t kLine = 64;
+constexpr std::int64_t kStreamBytes = 8 << 20;  // a version that is larger has no place in the caches anyway
 
 std::int64_t lines(std::int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
@@ -98,7 +99,8 @@ class Reader {
     const std::map<std::string, Parameter>& parameters_;
 };
 
-// The whole pages of private memory, which are zeros when they are touched again. Elsewhere than on Linux it stays.
+}  // namespace
+
 void give_back(const void* data, std::int64_t bytes) {
 #ifdef __linux__
     const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE)), size = static_cast<std::uintptr_t>(bytes);
@@ -109,8 +111,6 @@ void give_back(const void* data, std::int64_t bytes) {
     (void)data, (void)bytes;
 #endif
 }
-
-}  // namespace
 
 const char* name(Part part) {
     constexpr const char* names[kParts] = {"norm",    "qkv",  "rope_and_store", "attention", "attention_out",
@@ -195,55 +195,82 @@ Decoder::Decoder(const DecoderSizes& sizes, const std::map<std::string, Paramete
     }
     last_norm_ = reader.vector("norm.weight", hidden);
     tied_ = !reader.has("lm_head.weight");
-    head_.plain = reader.take(tied_ ? "embed.weight" : "lm_head.weight", {sizes.vocabulary, hidden});
+    const std::string head = tied_ ? "embed.weight" : "lm_head.weight";
+    head_.plain = reader.take(head, {sizes.vocabulary, hidden});
+    place(head, head_);
+    for (std::int64_t i = 0; i < sizes.layers; ++i) {
+        const std::string at = "layers." + std::to_string(i) + ".";
+        Layer& layer = layers_[static_cast<std::size_t>(i)];
+        place(at + "qkv.weight", layer.qkv);
+        place(at + "o.weight", layer.o);
+        place(at + (layer.has_experts ? "experts.gate_up" : "gate_up.weight"), layer.gate_up);
+        place(at + (layer.has_experts ? "experts.down" : "down.weight"), layer.down);
+        if (layer.has_experts) place(at + "router.weight", layer.router);
+    }
 }
 
-std::vector<Decoder::Matrix*> Decoder::matrices() {
-    std::vector<Matrix*> all{&head_};
-    for (Layer& layer : layers_) {
-        all.insert(all.end(), {&layer.qkv, &layer.o, &layer.gate_up, &layer.down});
-        if (layer.has_experts) all.push_back(&layer.router);
-    }
-    return all;
+// Where the matrix will lie in the memory of a version.
+void Decoder::place(const std::string& name, Matrix& matrix) {
+    const Shape shape(matrix.plain);
+    const std::int64_t each = packed_lines(shape, sizes_.dtype, matrix.halves);
+    place_of_[name] = places_.size();
+    places_.push_back({name, &matrix, packed_bytes_, each});
+    packed_bytes_ += shape.count * each;
 }
 
-std::size_t Decoder::packed_bytes() {
-    std::int64_t bytes = 0;
-    for (const Matrix* matrix : matrices()) {
-        const Shape shape(matrix->plain);
-        bytes += shape.count * packed_lines(shape, sizes_.dtype, matrix->halves);
+std::size_t Decoder::packed_bytes() const { return static_cast<std::size_t>(packed_bytes_); }
+
+std::vector<std::string> Decoder::packed_names() const {
+    std::vector<std::string> names;
+    for (const Place& place : places_) names.push_back(place.name);
+    return names;
+}
+
+PackedMatrix Decoder::packed_at(const Place& place, std::int64_t expert, void* packed) const {
+    const Shape shape(place.matrix->plain);
+    char* data = static_cast<char*>(packed) + place.offset + expert * place.each;
+    return {data, shape.rows, shape.columns, sizes_.dtype, place.matrix->halves};
+}
+
+PlainRows Decoder::rows_of(const std::string& name, std::int64_t expert, std::int64_t row, std::int64_t rows,
+                           std::int64_t columns, const void* data, std::int64_t stride) const {
+    const auto found = place_of_.find(name);
+    if (found == place_of_.end()) throw std::invalid_argument(name + ": is not packed");
+    const Shape shape(places_[found->second].matrix->plain);
+    if (expert < 0 || expert >= shape.count || row < 0 || rows < 1 || row + rows > shape.rows || columns != shape.columns)
+        throw std::invalid_argument(name + ": has no rows " + std::to_string(row) + " to " + std::to_string(row + rows - 1) +
+                                    " of " + std::to_string(columns) + " numbers (expert " + std::to_string(expert) + ")");
+    return {found->second, expert, row, rows, data, stride};
+}
+
+void Decoder::pack(const std::vector<PlainRows>& rows, void* packed) const {
+    for (const PlainRows& some : rows)
+        pack_rows(packed_at(places_[some.matrix], some.expert, packed), some.row, some.row + some.rows, some.data, some.stride,
+                  packed_bytes_ > kStreamBytes);
+}
+
+void Decoder::use(void* packed) {
+    for (const Place& place : places_) {
+        place.matrix->packed.clear();
+        for (std::int64_t i = 0; i < Shape(place.matrix->plain).count; ++i)
+            place.matrix->packed.push_back(packed_at(place, i, packed));
     }
-    return static_cast<std::size_t>(bytes);
 }
 
 void Decoder::load(void* packed, bool release) {
-    char* next = static_cast<char*>(packed);
-    released_ = release;
-    for (Matrix* matrix : matrices()) {
-        const Shape shape(matrix->plain);
+    for (const Place& place : places_) {
+        const Shape shape(place.matrix->plain);
         const std::int64_t plain_bytes = shape.rows * shape.columns * size_of(sizes_.dtype);
-        matrix->packed.clear();
-        for (std::int64_t i = 0; i < shape.count; ++i, next += packed_lines(shape, sizes_.dtype, matrix->halves)) {
-            const void* plain = static_cast<const char*>(matrix->plain.data) + i * plain_bytes;
-            const PackedMatrix packed_matrix =
-                pack(plain, shape.columns, shape.rows, shape.columns, sizes_.dtype, matrix->halves, next);
-            matrix->packed.push_back(packed_matrix);
-        }
-        if (release && !is_embedding(*matrix)) give_back(matrix->plain.data, shape.count * plain_bytes);
+        const char* plain = static_cast<const char*>(place.matrix->plain.data);
+        for (std::int64_t i = 0; i < shape.count; ++i)
+            pack({{place_of_.at(place.name), i, 0, shape.rows, plain + i * plain_bytes, shape.columns}}, packed);
+        if (release && !(tied_ && place.matrix == &head_)) give_back(plain, shape.count * plain_bytes);
     }
+    use(packed);
 }
 
-void Decoder::restore() {
-    if (!released_) return;
-    for (Matrix* matrix : matrices()) {
-        if (is_embedding(*matrix)) continue;
-        char* plain = static_cast<char*>(const_cast<void*>(matrix->plain.data));
-        for (const PackedMatrix& packed : matrix->packed) {
-            unpack(packed, plain);
-            plain += packed.n * packed.k * size_of(sizes_.dtype);
-        }
-    }
-    released_ = false;
+void Decoder::unpack(const PlainRows& rows, void* packed, void* plain) const {
+    unpack_rows(packed_at(places_[rows.matrix], rows.expert, packed), rows.row, rows.row + rows.rows, plain);
 }
 
 // ---------------------------------------------------------------------------------------------------- half layers

@@ -83,6 +83,14 @@ void register_apis(py::module_& m) {
         },
         py::arg("targets"), py::arg("sources"), py::arg("source"), py::arg("target"),
         "Copies each source to its target, converted; whether all is finite.");
+    m.def(
+        "look_at_tensors",
+        [](std::vector<Given> tensors, Number from, Number to) {
+            const std::vector<Tensor> seen = tensors_of(std::move(tensors));
+            py::gil_scoped_release unlocked;
+            return look(seen, from, to);
+        },
+        py::arg("tensors"), py::arg("source"), py::arg("target"), "Whether all of it would be finite.");
     m.def("converts", &converts, py::arg("source"), py::arg("target"), release(),
           "Whether such numbers can be converted here.");
 }

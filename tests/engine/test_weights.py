@@ -331,38 +331,6 @@ def test_what_the_owner_wrote_can_be_declared_a_version() -> None:
         store.declare(0)
 
 
-@pytest.mark.parametrize("way", ["staged", "adopted", "streamed", "declared"])
-def test_every_way_in_tells_whoever_packs_the_weights(way: str) -> None:
-    """Once the whole version is in the live parameters, and before the store says so: the first one, and a later one."""
-    config = config_of(hf_models.moe())
-    params = {spec.name: torch.zeros(spec.shape) for spec in param_specs(config)}
-    plain = {name: value.clone() for name, value in params.items()}
-    seen: list[int] = []
-
-    def look(first: bool) -> None:
-        assert all(torch.equal(params[name], value) for name, value in plain.items())
-        assert first is not bool(seen)
-        seen.append(store.version)
-
-    store = WeightStore(config, params, on_live=look)
-    for version in (0, 1):
-        pairs = one_by_one(tensors_of(hf_models.moe(seed=version)))
-        reference = WeightStore(config, plain)
-        reference.stage(pairs, 0)
-        reference.commit()
-        if way == "streamed":
-            store.stream(pairs, version)
-        elif way == "declared":
-            for name, value in plain.items():
-                params[name].copy_(value)
-            store.declare(version)
-        else:
-            store.stage(pairs, version, adopt=way == "adopted")
-            store.commit()
-        assert store.version == version
-    assert seen == [-1, -1 if way == "streamed" else 0]
-
-
 def test_the_first_version_is_staged_where_it_will_live(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is served before it, so no second copy is made; a later one is, once, and kept."""
     made: list[int] = []

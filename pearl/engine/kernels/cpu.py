@@ -1,6 +1,6 @@
 """The CPU kernels of `pearl._C`: whole steps of a decoder in C++, and each operation by itself, on torch's CPU tensors.
 
-Owns the way from tensors to addresses, and the memory of the packed weights; the arithmetic is in csrc/cpu, where the
+Owns the way from tensors to addresses; the memory of the packed weights is `cpu_weights.py`'s, the arithmetic is in csrc/cpu, where the
 instruction set is chosen on the machine (PEARL_CPU_ISA names another one). Steps run on as many threads as torch has.
 Invariants: a row's bits do not depend on the rest of the batch nor on the number of threads; a number of the pool that is no
 key or value of a sequence reaches no result. Serving only: nothing here has a gradient (attention without a pool, which the
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pearl.engine.kernels.cpu_weights import CpuWeights
 from pearl.engine.kernels.interface import Drawn, DrawRows, LayerMark, PagedBatch, ServedDecoder, ServedModel
 from pearl.engine.kernels.reference import ReferenceKernels
 from pearl.engine.models.config import ModelConfig
@@ -31,7 +32,7 @@ def native_cpu() -> tuple[ModuleType | None, str]:
     """(`pearl._C.cpu`, or None; why not)."""
     try:
         module: Any = importlib.import_module("pearl._C")
-        module.cpu.Decoder, module.cpu.sample  # noqa: B018 (missing in older builds)
+        module.cpu.Packing, module.cpu.sample  # noqa: B018 (missing in older builds)
         module.cpu.isa()  # ValueError here, not in the middle of a start, if the environment asks for one that is not there
     except ImportError as error:
         return None, f"pearl._C is not built or cannot be loaded: {error}"
@@ -157,7 +158,7 @@ class CpuKernels(ReferenceKernels):
 
 
 class CpuDecoder:
-    """Implements `interface.ServedDecoder`: matrices packed into memory of their own."""
+    """Implements `interface.ServedDecoder`."""
 
     def __init__(
         self,
@@ -191,14 +192,7 @@ class CpuDecoder:
             sin=_tensor(model.rope_sin),
             pool=_tensor(kv_pool),
         )
-        self._packed = memory((self._native.packed_bytes,), torch.uint8)
-
-    def load(self, release: bool = False) -> None:
-        self._cpu.set_threads(torch.get_num_threads())
-        self._native.load(self._packed.data_ptr(), self._packed.nbytes, release)
-
-    def restore(self) -> None:
-        self._native.restore()
+        self.weights = CpuWeights(cpu, self._native, dict(parameters), memory)
 
     def forward(
         self,

@@ -20,6 +20,10 @@ import torch
 from torch import Tensor
 
 
+CHECKED_AT_ONCE = 1 << 22
+"""Elements that torch converts at a time to see whether they stay finite."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What a message says of itself, and whether that, and its numbers, are sound."""
@@ -105,6 +109,15 @@ def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> bool:
     return _all_finite(targets)
 
 
+def finite(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all values are finite once they are of `dtype`. One pass; what torch converts, it does a part at a time."""
+    module = _serving(tensor, dtype, [tensor]) if tensor.numel() else None
+    if module is not None:
+        return module.look_at_tensors([_given(tensor)], _kind(module, tensor.dtype), _kind(module, dtype))
+    rows = max(1, CHECKED_AT_ONCE * tensor.shape[0] // max(1, tensor.numel()))
+    return all(_all_finite([part.to(dtype)]) for part in tensor.split(rows))
+
+
 @functools.cache
 def native() -> ModuleType | None:
     """`pearl._C`, None if it is not built (or was, before it had these passes)."""
@@ -112,7 +125,7 @@ def native() -> ModuleType | None:
         module = importlib.import_module("pearl._C")
     except ImportError:
         return None
-    return module if hasattr(module, "put_tensors") else None
+    return module if hasattr(module, "look_at_tensors") else None
 
 
 def _serving(memory: Tensor, dtype: torch.dtype, tensors: Sequence[Tensor]) -> ModuleType | None:

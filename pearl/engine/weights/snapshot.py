@@ -97,11 +97,11 @@ class Lease:
         """(Hugging Face name, rows, number of the first), in the order of the model."""
         return (named for message in self.messages for named in message.rows)
 
-    def check(self) -> None:
-        """ValueError names the first bucket that is not as it was sealed."""
-        for index, message in enumerate(self.messages):
+    def check(self, bucket: int | None = None) -> None:
+        """ValueError names the first bucket that is not as it was sealed, of all or of this one."""
+        for index in range(len(self.messages)) if bucket is None else (bucket,):
             try:
-                message.take(self.version)
+                self.messages[index].take(self.version)
             except ValueError as error:
                 raise ValueError(f"snapshot of version {self.version}: bucket {index + 1}: {error}") from error
 

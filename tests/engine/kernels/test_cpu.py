@@ -197,12 +197,12 @@ def test_new_weights_are_served_after_load_and_not_before() -> None:
     served, _ = served_of(decoder)
     with pytest.raises(ValueError, match="load: no weights have been packed yet"):
         served.forward(decoder.embedded(ids), step_of(3))
-    served.load()
+    served.weights.load(release=False)
     before = served.forward(decoder.embedded(ids), step_of(3))
     other = dict(decoder_of(hf_models.randomise(hf_models.dense(seed=1), 1)).named_parameters())
     for name, value in decoder.named_parameters():
         value.copy_(other[name])
-    served.load()
+    served.weights.load(release=False)
     after = served.forward(decoder.embedded(ids), step_of(3))
     again = served.forward(decoder.embedded(ids), step_of(3))
     assert not torch.equal(before, after) and torch.equal(after, again)
@@ -214,7 +214,7 @@ def test_a_mark_says_how_many_layers_are_written(ranks: int) -> None:
     """Over ranks it is looked at between the halves: a layer counts from its attention on, when its keys are in the pool."""
     decoder = decoder_of(hf_models.dense(num_hidden_layers=3))
     served, pool = served_of(decoder)
-    served.load()
+    served.weights.load(release=False)
     word, seen = torch.tensor([-1]), []
 
     def look(partial_TD: Tensor) -> None:
@@ -232,7 +232,7 @@ def test_a_mark_says_how_many_layers_are_written(ranks: int) -> None:
 def test_an_empty_step_and_no_rows() -> None:
     decoder = decoder_of(hf_models.dense())
     served, _ = served_of(decoder)
-    served.load()
+    served.weights.load(release=False)
     empty = step_of(0, query_starts_S1=torch.zeros(1, dtype=torch.int32), context_lens_S=torch.zeros(0, dtype=torch.int32))
     empty = dataclasses.replace(empty, block_tables_SN=torch.zeros(0, 1, dtype=torch.int32))
     assert served.forward(torch.zeros(0, 32), empty).shape == (0, 32)
@@ -257,7 +257,7 @@ def test_an_empty_step_and_no_rows() -> None:
 def test_a_step_that_names_what_is_not_there_is_refused(changes: dict[str, Tensor], words: str) -> None:
     decoder = decoder_of(hf_models.dense())
     served, pool = served_of(decoder)
-    served.load()
+    served.weights.load(release=False)
     before = pool.clone()
     with pytest.raises(ValueError, match=words):
         served.forward(torch.zeros(3, 32), step_of(3, **changes))
