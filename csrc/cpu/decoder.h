@@ -19,6 +19,10 @@
 
 namespace pearl::cpu {
 
+constexpr std::int64_t kLine = 64;  // bytes that packed matrices and buffers begin at a multiple of
+
+inline std::int64_t lines(std::int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+
 // Of this rank: its heads, its part of the vocabulary.
 struct DecoderSizes {
     DType dtype;

@@ -17,14 +17,12 @@ from weight_cases import (
     config_of,
     is_model,
     new_decoder,
-    one_by_one,
     snapshot,
     tensors_of,
     unchanged,
 )
 
 from pearl.engine.models.decoder import Decoder
-from pearl.engine.models.params import param_specs
 from pearl.engine.weights.store import WeightStore
 
 

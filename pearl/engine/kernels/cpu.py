@@ -1,7 +1,7 @@
 """The CPU kernels of `pearl._C`: whole steps of a decoder in C++, and each operation by itself, on torch's CPU tensors.
 
-Owns the way from tensors to addresses; the memory of the packed weights is `cpu_weights.py`'s, the arithmetic is in csrc/cpu, where the
-instruction set is chosen on the machine (PEARL_CPU_ISA names another one). Steps run on as many threads as torch has.
+Owns the way from tensors to addresses; the packed weights' memory is `cpu_weights.py`'s, the arithmetic is in csrc/cpu, where
+the instruction set is chosen on the machine (PEARL_CPU_ISA names another one). Steps run on as many threads as torch has.
 Invariants: a row's bits do not depend on the rest of the batch nor on the number of threads; a number of the pool that is no
 key or value of a sequence reaches no result. Serving only: nothing here has a gradient (attention without a pool, which the
 trainer needs, is the reference's). Shapes: T tokens, D hidden, E outputs, H query heads, G kv heads, B head_dim.

@@ -85,7 +85,8 @@ class PackedWeights(Protocol):
     """Of `names` those whose own memory is read as well."""
 
     def plan(self, pieces: Iterable[tuple[str, Box, Tensor]]) -> object:
-        """Where tensors of the parameters' dtype, whose rows have no gaps, go: for `write`, as often as wanted, while they live."""
+        """Where tensors of the parameters' dtype, whose rows have no gaps, go: for `write`, as often as wanted, while they
+        live."""
 
     def write(self, plan: Any, *, spare: bool) -> None:
         """Packs what the tensors hold now, into the spare memory or into what is served."""

@@ -178,7 +178,7 @@ def test_what_is_served_changes_at_the_commit_alone() -> None:
 def test_adopted_memory_is_refilled_and_packed_again() -> None:
     """A tuple that is known is packed without a look at its names; what it holds now is what counts."""
     config = config_of(CASES["tied"]())
-    store, packed, decoder = empty(config, torch.float32)
+    store, _, _ = empty(config, torch.float32)
     given = tuple((name, tensor.clone()) for name, tensor in tensors_of(CASES["tied"]()))
     for version in range(4):
         for _, tensor in given:
