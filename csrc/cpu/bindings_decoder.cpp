@@ -120,6 +120,16 @@ void check_hidden(const char* field, const Decoder& decoder, const Tensor& tenso
         refuse(std::string(field) + ": must be [tokens, hidden]");
 }
 
+void check_last(const DecoderStep& step, const std::vector<std::int64_t>& rows) {
+    std::int32_t s = 0;
+    for (const std::int64_t row : rows) {
+        while (s < step.batch.sequences && step.batch.query_starts[s + 1] <= row) ++s;
+        if (row < 0 || s == step.batch.sequences || step.batch.query_starts[s + 1] != row + 1)
+            refuse("rows: " + std::to_string(row) + " must be the last of a sequence, after the one before");
+        ++s;
+    }
+}
+
 // What `pack` puts where; refers to the memory of the rows.
 struct Packing {
     std::vector<PlainRows> rows;
@@ -181,6 +191,15 @@ void register_step(py::module_& m) {
                 self.forward(step, pointer<void>(hidden.first));
             },
             py::arg("step"), py::arg("hidden"), "One rank alone: all layers and the last norm, to `hidden`.")
+        .def(
+            "forward_last",
+            [](Decoder& self, const DecoderStep& step, const std::vector<std::int64_t>& rows, const Tensor& hidden) {
+                check_hidden("hidden", self, hidden, static_cast<std::int64_t>(rows.size()));
+                check_last(step, rows);
+                const py::gil_scoped_release unlocked;
+                self.forward_last(step, rows, pointer<void>(hidden.first));
+            },
+            py::arg("step"), py::arg("rows"), py::arg("hidden"), "The same for rows that are each the last of its sequence.")
         .def(
             "half",
             [](Decoder& self, const DecoderStep& step, std::int64_t index, const Tensor& partial) {

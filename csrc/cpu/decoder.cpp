@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <ctime>
 #include <new>
 #include <stdexcept>
@@ -115,30 +116,28 @@ void Decoder::project(const DecoderStep& step, Strip strip, const void* x, const
     gemm(product);
 }
 
-// Queries and keys are normed and rotated where they lie in `qkv`; returns what all heads attended to, side by side.
-const void* Decoder::attend(const DecoderStep& step, std::int64_t index, void* qkv) {
-    const Layer& layer = layers_[static_cast<std::size_t>(index)];
-    const auto heads = static_cast<std::int32_t>(sizes_.heads), dim = static_cast<std::int32_t>(sizes_.head_dim);
-    const auto kv_heads = static_cast<std::int32_t>(sizes_.kv_heads);
-    const std::int64_t size = size_of(sizes_.dtype), stride = layer.qkv.plain.shape[0];
-    const std::int64_t half = pool_.blocks * kv_heads * pool_.block_size * dim * size;
+KvPool Decoder::pool_of(std::int64_t index) const {
+    const auto dim = static_cast<std::int32_t>(sizes_.head_dim), kv_heads = static_cast<std::int32_t>(sizes_.kv_heads);
+    const std::int64_t half = pool_.blocks * kv_heads * pool_.block_size * dim * size_of(sizes_.dtype);
     char* keys = static_cast<char*>(pool_.data) + 2 * index * half;
-    const KvPool pool{keys, keys + half, pool_.blocks, kv_heads, pool_.block_size, dim, sizes_.dtype};
-    {
-        const Timed timed(*this, Part::rope_and_store);
-        const Rotation rotation{rope_.cos, rope_.sin, step.positions, dim, sizes_.eps, sizes_.dtype};
-        norm_rope_store(rotation, step.tokens, qkv, stride, heads, layer.q_norm, layer.k_norm, pool, step.slots);
-    }
-    if (step.layer_word != nullptr) __atomic_store_n(step.layer_word, step.layer_base + index + 1, __ATOMIC_RELEASE);
+    return {keys, keys + half, pool_.blocks, kv_heads, pool_.block_size, dim, sizes_.dtype};
+}
+
+// Returns what all heads attended to, side by side.
+const void* Decoder::attend(const DecoderStep& step, std::int64_t index, const void* qkv) {
     const Timed timed(*this, Part::attention);
-    void* out = attended_.take(step.tokens * heads * dim * size);
-    const float scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim)));
+    const std::int64_t width = sizes_.heads * sizes_.head_dim;
+    void* out = attended_.take(step.tokens * width * size_of(sizes_.dtype));
+    const float scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(sizes_.head_dim)));
     const std::int32_t window = sizes_.windows[static_cast<std::size_t>(index)];
-    paged_attention({pool, step.batch, heads, scale, window, qkv, stride, out, heads * dim});
+    const std::int64_t stride = layers_[static_cast<std::size_t>(index)].qkv.plain.shape[0];
+    const auto heads = static_cast<std::int32_t>(sizes_.heads);
+    paged_attention({pool_of(index), step.batch, heads, scale, window, qkv, stride, out, width});
     return out;
 }
 
-const void* Decoder::attention_half(const DecoderStep& step, std::int64_t index, const void* added, void* partial) {
+// Queries and keys are normed and rotated where they lie in what it returns; keys and values are in the pool then.
+void* Decoder::fill_pool(const DecoderStep& step, std::int64_t index, const void* added) {
     const Layer& layer = layers_[static_cast<std::size_t>(index)];
     const std::int64_t size = size_of(sizes_.dtype), all = layer.qkv.plain.shape[0];
     void* x = normed_.take(step.tokens * sizes_.hidden * size);
@@ -152,7 +151,22 @@ const void* Decoder::attention_half(const DecoderStep& step, std::int64_t index,
         product.y_stride = all;
         gemm(product);
     });
-    const void* heads = attend(step, index, qkv);
+    {
+        const Timed timed(*this, Part::rope_and_store);
+        const auto heads = static_cast<std::int32_t>(sizes_.heads), dim = static_cast<std::int32_t>(sizes_.head_dim);
+        const Rotation rotation{rope_.cos, rope_.sin, step.positions, dim, sizes_.eps, sizes_.dtype};
+        norm_rope_store(rotation, step.tokens, qkv, all, heads, layer.q_norm, layer.k_norm, pool_of(index), step.slots);
+    }
+    if (step.layer_word != nullptr) __atomic_store_n(step.layer_word, step.layer_base + index + 1, __ATOMIC_RELEASE);
+    return qkv;
+}
+
+const void* Decoder::attention_half(const DecoderStep& step, std::int64_t index, const void* added, void* partial) {
+    const Layer& layer = layers_[static_cast<std::size_t>(index)];
+    return finish_attention(step, layer, attend(step, index, fill_pool(step, index, added)), partial);
+}
+
+const void* Decoder::finish_attention(const DecoderStep& step, const Layer& layer, const void* heads, void* partial) {
     const Timed timed(*this, Part::attention_out);
     project(step, {0, step.tokens}, heads, layer.o, layer.o_bias, partial);
     return partial;
@@ -215,6 +229,45 @@ void Decoder::forward(const DecoderStep& step, void* hidden) {
         added = mlp_half(step, i, added, nullptr);
     }
     norm(step, {0, step.tokens}, added, last_norm_, hidden);
+}
+
+namespace {
+
+// Moves the rows, which ascend, to the beginning.
+void gather(void* all, std::int64_t row_bytes, const std::vector<std::int64_t>& rows) {
+    for (std::size_t i = 0; i < rows.size(); ++i)
+        std::memmove(row(all, static_cast<std::int64_t>(i), row_bytes), row(all, rows[i], row_bytes),
+                     static_cast<std::size_t>(row_bytes));
+}
+
+}  // namespace
+
+void Decoder::forward_last(const DecoderStep& step, const std::vector<std::int64_t>& rows, void* hidden) {
+    if (static_cast<std::int64_t>(rows.size()) == step.tokens) return forward(step, hidden);
+    check_loaded();
+    const std::int64_t last = sizes_.layers - 1, size = size_of(sizes_.dtype);
+    const void* added = nullptr;
+    for (std::int64_t i = 0; i < last; ++i) {
+        added = attention_half(step, i, added, nullptr);
+        added = mlp_half(step, i, added, nullptr);
+    }
+    void* qkv = fill_pool(step, last, added);
+    if (rows.empty()) return;
+    const Layer& layer = layers_[static_cast<std::size_t>(last)];
+    gather(qkv, layer.qkv.plain.shape[0] * size, rows);
+    gather(step.stream, sizes_.hidden * size, rows);
+    std::vector<std::int32_t> starts{0};
+    for (std::int32_t s = 0; s < step.batch.sequences; ++s) {
+        const auto done = static_cast<std::size_t>(starts.back());
+        const bool wanted = done < rows.size() && rows[done] + 1 == step.batch.query_starts[s + 1];
+        starts.push_back(starts.back() + (wanted ? 1 : 0));
+    }
+    DecoderStep few = step;
+    few.tokens = static_cast<std::int64_t>(rows.size());
+    few.batch.query_starts = starts.data();
+    added = finish_attention(few, layer, attend(few, last, qkv), nullptr);
+    added = mlp_half(few, last, added, nullptr);
+    norm(few, {0, few.tokens}, added, last_norm_, hidden);
 }
 
 void Decoder::half(const DecoderStep& step, std::int64_t index, void* partial) {

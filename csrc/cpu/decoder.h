@@ -132,6 +132,9 @@ class Decoder {
 
     // One rank alone: all layers and the last norm. `hidden` [tokens, hidden] may not be the stream.
     void forward(const DecoderStep& step, void* hidden);
+    // The same, bit for bit, for some rows alone, in order, each of which is the last of its sequence: of the others the last
+    // layer computes keys and values. `hidden` [rows, hidden].
+    void forward_last(const DecoderStep& step, const std::vector<std::int64_t>& rows, void* hidden);
 
     // Several ranks: half 2 i is the attention of layer i, 2 i + 1 its MLP. `partial` [tokens, hidden] is this rank's part of
     // what is to be added to the stream; the next half, or `finish`, takes the sum over all ranks in its place.
@@ -167,10 +170,13 @@ class Decoder {
     PackedMatrix packed_at(const Place& place, std::int64_t expert, void* packed) const;
     void check_loaded() const;
     void norm(const DecoderStep& step, Strip strip, const void* added, const void* weight, void* out);
-    const void* attend(const DecoderStep& step, std::int64_t index, void* qkv);
+    KvPool pool_of(std::int64_t index) const;
+    const void* attend(const DecoderStep& step, std::int64_t index, const void* qkv);
+    void* fill_pool(const DecoderStep& step, std::int64_t index, const void* added);
     void project(const DecoderStep& step, Strip strip, const void* x, const Matrix& matrix, const void* bias, void* partial);
     // Half layers. `added`: what is still to be added to the stream, or none. The result goes to `partial`, or without one
     // straight into the stream, if it can. Returns what is still to be added.
+    const void* finish_attention(const DecoderStep& step, const Layer& layer, const void* heads, void* partial);
     const void* attention_half(const DecoderStep& step, std::int64_t index, const void* added, void* partial);
     const void* mlp_half(const DecoderStep& step, std::int64_t index, const void* added, void* partial);
     void mix_experts(const DecoderStep& step, const Layer& layer, const void* x, void* y);

@@ -200,6 +200,7 @@ class CpuDecoder:
         batch: PagedBatch,
         add_up: Callable[[Tensor], None] | None = None,
         mark: LayerMark | None = None,
+        last_rows: list[int] | None = None,
     ) -> Tensor:
         layer_word, layer_base = mark or (0, 0)
         self._cpu.set_threads(torch.get_num_threads())
@@ -213,6 +214,10 @@ class CpuDecoder:
             layer_word=layer_word,
             layer_base=layer_base,
         )
+        if add_up is None and last_rows is not None:
+            hidden_RD = embedded_TD.new_empty(len(last_rows), embedded_TD.shape[1])
+            self._native.forward_last(step, last_rows, _tensor(hidden_RD))
+            return hidden_RD
         hidden_TD = torch.empty_like(embedded_TD)
         if add_up is None:
             self._native.forward(step, _tensor(hidden_TD))
@@ -222,7 +227,7 @@ class CpuDecoder:
             self._native.half(step, half, _tensor(partial_TD))
             add_up(partial_TD)
         self._native.finish(step, _tensor(partial_TD), _tensor(hidden_TD))
-        return hidden_TD
+        return hidden_TD if last_rows is None else hidden_TD[last_rows]
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         self._cpu.set_threads(torch.get_num_threads())

@@ -115,9 +115,11 @@ class ServedDecoder(Protocol):
         batch: PagedBatch,
         add_up: Callable[[Tensor], None] | None = None,
         mark: LayerMark | None = None,
+        last_rows: list[int] | None = None,
     ) -> Tensor:
         """Final-normed hidden states [T, D] of the step; writes its KV. The embeddings are overwritten.
 
+        `last_rows`: [R, D] of these rows alone, in order, each of which is the last of its sequence.
         `add_up` replaces a rank's part by the sum over all ranks; None: the model is not cut. `mark` is set after each layer.
         """
 

@@ -168,6 +168,42 @@ def test_bits_do_not_depend_on_company_pieces_or_threads(isa: str, dtype: torch.
             assert all(torch.equal(a, b) for a, b in zip(ours, alone, strict=True)), (threads, chunk)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("isa", _C.cpu.supported_isas())
+@pytest.mark.parametrize("family", ["dense", "experts"])
+def test_some_last_rows_alone_have_the_bits_of_all(isa: str, family: str) -> None:
+    """Decode rows and prompts of a length each; any of them may be left out, one that has no token, or all."""
+    model = hf_models.randomise(hf_models.dense() if family == "dense" else hf_models.moe())
+    lengths, decoder = (1, 1, 7, 30, 1), decoder_of(model)
+    tokens, starts = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
+    batch = PagedBatch(
+        positions_T=torch.cat([torch.arange(n) for n in lengths]),
+        slot_mapping_T=torch.cat([32 * s + torch.arange(n) for s, n in enumerate(lengths)]),
+        query_starts_S1=starts.int(),
+        context_lens_S=torch.tensor(lengths, dtype=torch.int32),
+        block_tables_SN=torch.tensor([[2 * s, 2 * s + 1] for s in range(len(lengths))], dtype=torch.int32),
+        num_decodes=0,
+        max_query_len=max(lengths),
+        max_context_len=max(lengths),
+    )
+    ids = torch.randint(0, 100, (tokens,), generator=torch.Generator().manual_seed(1))
+    ends = (starts[1:] - 1).tolist()
+    with machine(isa):
+        served, pool = served_of(decoder, blocks=10)
+        served.weights.load(release=False)
+        every = served.forward(decoder.embedded(ids), batch)
+        filled = pool.clone()
+        for rows in (ends, ends[:2], ends[2:4], [ends[0], ends[3]], ends[-1:], []):
+            pool.zero_()
+            some = served.forward(decoder.embedded(ids), batch, last_rows=rows)
+            assert torch.equal(some, every[rows]) and torch.equal(pool, filled)
+        for rows in ([ends[2] - 1], [ends[1], ends[0]], [ends[0], ends[0]], [tokens], [-1]):
+            with pytest.raises(ValueError, match="must be the last of a sequence, after the one before"):
+                served.forward(decoder.embedded(ids), batch, last_rows=rows)
+        parts = served.forward(decoder.embedded(ids), batch, lambda partial: None, last_rows=ends[1:3])
+        assert torch.equal(parts, served.forward(decoder.embedded(ids), batch, lambda partial: None)[ends[1:3]])
+
+
 # ---------------------------------------------------------------------------------------------------- weights and refusals
 
 
