@@ -71,7 +71,7 @@ def paged_logits(
     pool = torch.full(shape, float("nan"), dtype=next(decoder.parameters()).dtype)
     served = kernels.serve(decoder.served_model(), pool, Arena(torch.device("cpu")).zeros)
     if served is not None:
-        served.load()
+        served.weights.load(release=False)
     dealt = rng.permutation(shape[2])[: sum(needed)].tolist()
     tables = [[dealt.pop() for _ in range(n)] for n in needed]
     done, rows = [0] * len(sequences), [[] for _ in sequences]

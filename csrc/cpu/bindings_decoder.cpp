@@ -5,6 +5,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include "cpu/decoder.h"
 #include "cpu/register.h"
@@ -48,11 +49,20 @@ Decoder* make(const std::string& dtype, std::int64_t hidden, std::int64_t layers
     return new Decoder(sizes, plain, rope, {pointer<void>(pool.first), shape[2], static_cast<std::int32_t>(shape[4])});
 }
 
-void load(Decoder& decoder, std::uintptr_t packed, std::int64_t bytes, bool release) {
+void* packed_memory(const Decoder& decoder, std::uintptr_t packed, std::int64_t bytes) {
     if (packed == 0 || packed % kAlignment != 0) refuse("packed: must be the address of memory aligned to 64 bytes");
     const auto needed = static_cast<std::int64_t>(decoder.packed_bytes());
     if (bytes < needed) refuse("packed: has " + std::to_string(bytes) + " bytes, must have " + std::to_string(needed));
-    decoder.load(pointer<void>(packed), release);
+    return pointer<void>(packed);
+}
+
+using Rows = std::tuple<std::string, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::uintptr_t, std::int64_t>;
+
+// (name, expert, first row, rows, columns, address, stride).
+PlainRows rows_of(const Decoder& decoder, const Rows& rows) {
+    const auto& [name, expert, row, count, columns, address, stride] = rows;
+    if (address == 0 || stride < columns) refuse(name + ": must be the address of rows, one after the other");
+    return decoder.rows_of(name, expert, row, count, columns, pointer<const void>(address), stride);
 }
 
 template <class T>
@@ -110,18 +120,67 @@ void check_hidden(const char* field, const Decoder& decoder, const Tensor& tenso
         refuse(std::string(field) + ": must be [tokens, hidden]");
 }
 
+void check_last(const DecoderStep& step, const std::vector<std::int64_t>& rows) {
+    std::int32_t s = 0;
+    for (const std::int64_t row : rows) {
+        while (s < step.batch.sequences && step.batch.query_starts[s + 1] <= row) ++s;
+        if (row < 0 || s == step.batch.sequences || step.batch.query_starts[s + 1] != row + 1)
+            refuse("rows: " + std::to_string(row) + " must be the last of a sequence, after the one before");
+        ++s;
+    }
+}
+
+// What `pack` puts where; refers to the memory of the rows.
+struct Packing {
+    std::vector<PlainRows> rows;
+};
+
 void register_step(py::module_& m) {
     using release = py::call_guard<py::gil_scoped_release>;
+    m.def(
+        "give_back", [](std::uintptr_t address, std::int64_t bytes) { give_back(pointer<const void>(address), bytes); },
+        py::arg("address"), py::arg("bytes"), "Gives the whole pages of private memory back to the system.");
+    py::class_<Packing>(m, "Packing", "Rows that were checked; refers to their memory.");
     py::class_<DecoderStep>(m, "DecoderStep", "A checked step; refers to the memory of its arrays.");
     py::class_<Decoder>(m, "Decoder", "A decoder over a pool (csrc/cpu/decoder.h). Tensors are (address, shape).")
         .def(py::init(&make), py::kw_only(), py::arg("dtype"), py::arg("hidden"), py::arg("layers"), py::arg("heads"),
              py::arg("kv_heads"), py::arg("head_dim"), py::arg("vocabulary"), py::arg("eps"), py::arg("windows"),
              py::arg("top_k"), py::arg("normalise"), py::arg("first_expert"), py::arg("adds_bias"), py::arg("parameters"),
              py::arg("cos"), py::arg("sin"), py::arg("pool"))
-        .def_property_readonly("packed_bytes", &Decoder::packed_bytes)
-        .def("load", &load, py::arg("packed"), py::arg("bytes"), py::arg("release") = false, release(),
-             "Packs the matrices; after every change of them. `release`: their plain memory is given back until `restore`.")
-        .def("restore", &Decoder::restore, release(), "Writes the plain matrices again, if they were given back.")
+        .def_property_readonly("packed_bytes", &Decoder::packed_bytes, "Bytes of the memory of one version.")
+        .def_property_readonly("packed_names", &Decoder::packed_names, "The parameters that are packed.")
+        .def(
+            "packing",
+            [](const Decoder& self, const std::vector<Rows>& rows) {
+                Packing packing;
+                for (const Rows& some : rows) packing.rows.push_back(rows_of(self, some));
+                return packing;
+            },
+            py::arg("rows"), "Checked rows: (name, expert, first row, rows, columns, address, elements between rows).")
+        .def(
+            "pack",
+            [](const Decoder& self, const Packing& packing, std::uintptr_t packed, std::int64_t bytes) {
+                self.pack(packing.rows, packed_memory(self, packed, bytes));
+            },
+            py::arg("packing"), py::arg("packed"), py::arg("bytes"), release(), "Packs the rows into that memory.")
+        .def(
+            "use",
+            [](Decoder& self, std::uintptr_t packed, std::int64_t bytes) { self.use(packed_memory(self, packed, bytes)); },
+            py::arg("packed"), py::arg("bytes"), "Serves what is packed there.")
+        .def(
+            "load",
+            [](Decoder& self, std::uintptr_t packed, std::int64_t bytes, bool release_plain) {
+                self.load(packed_memory(self, packed, bytes), release_plain);
+            },
+            py::arg("packed"), py::arg("bytes"), py::arg("release"), release(),
+            "Packs all from the plain parameters, and uses it. `release`: the plain memory of what was packed is given back.")
+        .def(
+            "unpack",
+            [](const Decoder& self, const Rows& rows, std::uintptr_t packed, std::int64_t bytes) {
+                self.unpack(rows_of(self, rows), packed_memory(self, packed, bytes), pointer<void>(std::get<5>(rows)));
+            },
+            py::arg("rows"), py::arg("packed"), py::arg("bytes"), release(),
+            "Writes rows of what is packed there to their address, one after the other.")
         .def("step", &checked, py::arg("stream"), py::arg("positions"), py::arg("slot_mapping"), py::arg("query_starts"),
              py::arg("context_lens"), py::arg("block_tables"), py::arg("layer_word") = 0, py::arg("layer_base") = 0)
         .def(
@@ -132,6 +191,15 @@ void register_step(py::module_& m) {
                 self.forward(step, pointer<void>(hidden.first));
             },
             py::arg("step"), py::arg("hidden"), "One rank alone: all layers and the last norm, to `hidden`.")
+        .def(
+            "forward_last",
+            [](Decoder& self, const DecoderStep& step, const std::vector<std::int64_t>& rows, const Tensor& hidden) {
+                check_hidden("hidden", self, hidden, static_cast<std::int64_t>(rows.size()));
+                check_last(step, rows);
+                const py::gil_scoped_release unlocked;
+                self.forward_last(step, rows, pointer<void>(hidden.first));
+            },
+            py::arg("step"), py::arg("rows"), py::arg("hidden"), "The same for rows that are each the last of its sequence.")
         .def(
             "half",
             [](Decoder& self, const DecoderStep& step, std::int64_t index, const Tensor& partial) {

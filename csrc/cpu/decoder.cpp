@@ -1,14 +1,10 @@
 // The order of operations of a decoder. See decoder.h.
 #include "cpu/decoder.h"
 
-#ifdef __linux__
-#include <sys/mman.h>
-#include <unistd.h>
-#endif
-
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <ctime>
 #include <new>
 #include <stdexcept>
@@ -17,10 +13,6 @@
 
 namespace pearl::cpu {
 namespace {
-
-constexpr std::int64_t kLine = 64;
-
-std::int64_t lines(std::int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
 // Rows that pass through neighbouring operations together, so that what one writes is still in the cache for the next.
 constexpr std::int64_t kStripRows = 256;
@@ -43,71 +35,11 @@ void* row(void* base, std::int64_t index, std::int64_t stride_bytes) {
     return base == nullptr ? nullptr : static_cast<char*>(base) + index * stride_bytes;
 }
 
-// A matrix [rows, columns], or a stack of `count` of them.
-struct Shape {
-    std::int64_t count, rows, columns;
-
-    explicit Shape(const Parameter& matrix)
-        : count(matrix.shape.size() == 3 ? matrix.shape[0] : 1),
-          rows(matrix.shape[matrix.shape.size() - 2]),
-          columns(matrix.shape.back()) {}
-};
-
-std::int64_t packed_lines(const Shape& shape, DType dtype, bool halves) {
-    return lines(static_cast<std::int64_t>(packed_bytes(shape.rows, shape.columns, dtype, halves)));
-}
-
-std::string shown(const std::vector<std::int64_t>& shape) {
-    std::string text;
-    for (const std::int64_t size : shape) text += (text.empty() ? "[" : ", ") + std::to_string(size);
-    return text + "]";
-}
-
 // Processor time of the calling thread: what others on a busy machine take does not count.
 std::int64_t thread_ns() {
     std::timespec now{};
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
     return static_cast<std::int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
-}
-
-// Takes parameters out of the map by name and shape.
-class Reader {
-  public:
-    explicit Reader(const std::map<std::string, Parameter>& parameters) : parameters_(parameters) {}
-
-    bool has(const std::string& name) const { return parameters_.count(name) != 0; }
-
-    // -1 in `shape`: any size.
-    Parameter take(const std::string& name, const std::vector<std::int64_t>& shape) const {
-        const auto found = parameters_.find(name);
-        if (found == parameters_.end()) throw std::invalid_argument(name + ": is missing");
-        const std::vector<std::int64_t>& own = found->second.shape;
-        bool fits = own.size() == shape.size();
-        for (std::size_t i = 0; fits && i < shape.size(); ++i) fits = shape[i] < 0 ? own[i] > 0 : own[i] == shape[i];
-        if (!fits) throw std::invalid_argument(name + ": is " + shown(own) + ", must be " + shown(shape) + " (-1: any size)");
-        return found->second;
-    }
-
-    const void* vector(const std::string& name, std::int64_t size) const { return take(name, {size}).data; }
-
-    const void* vector_if_any(const std::string& name, std::int64_t size) const {
-        return has(name) ? vector(name, size) : nullptr;
-    }
-
-  private:
-    const std::map<std::string, Parameter>& parameters_;
-};
-
-// The whole pages of private memory, which are zeros when they are touched again. Elsewhere than on Linux it stays.
-void give_back(const void* data, std::int64_t bytes) {
-#ifdef __linux__
-    const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE)), size = static_cast<std::uintptr_t>(bytes);
-    const auto address = reinterpret_cast<std::uintptr_t>(data);
-    const std::uintptr_t first = (address + page - 1) / page * page, end = (address + size) / page * page;
-    if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
-#else
-    (void)data, (void)bytes;
-#endif
 }
 
 }  // namespace
@@ -157,95 +89,6 @@ std::array<std::int64_t, kParts> Decoder::take_profile() {
     return spent;
 }
 
-// ---------------------------------------------------------------------------------------------------- weights
-
-Decoder::Decoder(const DecoderSizes& sizes, const std::map<std::string, Parameter>& parameters, const RopeTables& rope,
-                 const DecoderPool& pool)
-    : sizes_(sizes), rope_(rope), pool_(pool) {
-    const Reader reader(parameters);
-    const std::int64_t hidden = sizes.hidden, dim = sizes.head_dim;
-    const std::int64_t queries = sizes.heads * dim, all = (sizes.heads + 2 * sizes.kv_heads) * dim;
-    for (std::int64_t i = 0; i < sizes.layers; ++i) {
-        const std::string at = "layers." + std::to_string(i) + ".";
-        Layer layer{};
-        layer.input_norm = reader.vector(at + "input_norm.weight", hidden);
-        layer.post_norm = reader.vector(at + "post_norm.weight", hidden);
-        layer.q_norm = reader.vector_if_any(at + "q_norm.weight", dim);
-        layer.k_norm = reader.vector_if_any(at + "k_norm.weight", dim);
-        layer.qkv.plain = reader.take(at + "qkv.weight", {all, hidden});
-        layer.qkv_bias = reader.vector_if_any(at + "qkv.bias", all);
-        layer.o.plain = reader.take(at + "o.weight", {hidden, queries});
-        layer.has_experts = reader.has(at + "router.weight");
-        layer.gate_up.halves = true;
-        if (sizes.adds_bias) layer.o_bias = reader.vector_if_any(at + "o.bias", hidden);
-        if (layer.has_experts) {
-            layer.router.plain = reader.take(at + "router.weight", {-1, hidden});
-            layer.gate_up.plain = reader.take(at + "experts.gate_up", {-1, -1, hidden});
-            const std::vector<std::int64_t>& stack = layer.gate_up.plain.shape;
-            layer.down.plain = reader.take(at + "experts.down", {stack[0], hidden, stack[1] / 2});
-            if (sizes.top_k < 1 || sizes.first_expert + stack[0] > layer.router.plain.shape[0])
-                throw std::invalid_argument(at + "router.weight: has fewer experts than there are here");
-        } else {
-            layer.gate_up.plain = reader.take(at + "gate_up.weight", {-1, hidden});
-            layer.down.plain = reader.take(at + "down.weight", {hidden, layer.gate_up.plain.shape[0] / 2});
-            layer.gate_up_bias = reader.vector_if_any(at + "gate_up.bias", layer.gate_up.plain.shape[0]);
-            if (sizes.adds_bias) layer.down_bias = reader.vector_if_any(at + "down.bias", hidden);
-        }
-        layers_.push_back(std::move(layer));
-    }
-    last_norm_ = reader.vector("norm.weight", hidden);
-    tied_ = !reader.has("lm_head.weight");
-    head_.plain = reader.take(tied_ ? "embed.weight" : "lm_head.weight", {sizes.vocabulary, hidden});
-}
-
-std::vector<Decoder::Matrix*> Decoder::matrices() {
-    std::vector<Matrix*> all{&head_};
-    for (Layer& layer : layers_) {
-        all.insert(all.end(), {&layer.qkv, &layer.o, &layer.gate_up, &layer.down});
-        if (layer.has_experts) all.push_back(&layer.router);
-    }
-    return all;
-}
-
-std::size_t Decoder::packed_bytes() {
-    std::int64_t bytes = 0;
-    for (const Matrix* matrix : matrices()) {
-        const Shape shape(matrix->plain);
-        bytes += shape.count * packed_lines(shape, sizes_.dtype, matrix->halves);
-    }
-    return static_cast<std::size_t>(bytes);
-}
-
-void Decoder::load(void* packed, bool release) {
-    char* next = static_cast<char*>(packed);
-    released_ = release;
-    for (Matrix* matrix : matrices()) {
-        const Shape shape(matrix->plain);
-        const std::int64_t plain_bytes = shape.rows * shape.columns * size_of(sizes_.dtype);
-        matrix->packed.clear();
-        for (std::int64_t i = 0; i < shape.count; ++i, next += packed_lines(shape, sizes_.dtype, matrix->halves)) {
-            const void* plain = static_cast<const char*>(matrix->plain.data) + i * plain_bytes;
-            const PackedMatrix packed_matrix =
-                pack(plain, shape.columns, shape.rows, shape.columns, sizes_.dtype, matrix->halves, next);
-            matrix->packed.push_back(packed_matrix);
-        }
-        if (release && !is_embedding(*matrix)) give_back(matrix->plain.data, shape.count * plain_bytes);
-    }
-}
-
-void Decoder::restore() {
-    if (!released_) return;
-    for (Matrix* matrix : matrices()) {
-        if (is_embedding(*matrix)) continue;
-        char* plain = static_cast<char*>(const_cast<void*>(matrix->plain.data));
-        for (const PackedMatrix& packed : matrix->packed) {
-            unpack(packed, plain);
-            plain += packed.n * packed.k * size_of(sizes_.dtype);
-        }
-    }
-    released_ = false;
-}
-
 // ---------------------------------------------------------------------------------------------------- half layers
 
 void Decoder::norm(const DecoderStep& step, Strip strip, const void* added, const void* weight, void* out) {
@@ -273,30 +116,28 @@ void Decoder::project(const DecoderStep& step, Strip strip, const void* x, const
     gemm(product);
 }
 
-// Queries and keys are normed and rotated where they lie in `qkv`; returns what all heads attended to, side by side.
-const void* Decoder::attend(const DecoderStep& step, std::int64_t index, void* qkv) {
-    const Layer& layer = layers_[static_cast<std::size_t>(index)];
-    const auto heads = static_cast<std::int32_t>(sizes_.heads), dim = static_cast<std::int32_t>(sizes_.head_dim);
-    const auto kv_heads = static_cast<std::int32_t>(sizes_.kv_heads);
-    const std::int64_t size = size_of(sizes_.dtype), stride = layer.qkv.plain.shape[0];
-    const std::int64_t half = pool_.blocks * kv_heads * pool_.block_size * dim * size;
+KvPool Decoder::pool_of(std::int64_t index) const {
+    const auto dim = static_cast<std::int32_t>(sizes_.head_dim), kv_heads = static_cast<std::int32_t>(sizes_.kv_heads);
+    const std::int64_t half = pool_.blocks * kv_heads * pool_.block_size * dim * size_of(sizes_.dtype);
     char* keys = static_cast<char*>(pool_.data) + 2 * index * half;
-    const KvPool pool{keys, keys + half, pool_.blocks, kv_heads, pool_.block_size, dim, sizes_.dtype};
-    {
-        const Timed timed(*this, Part::rope_and_store);
-        const Rotation rotation{rope_.cos, rope_.sin, step.positions, dim, sizes_.eps, sizes_.dtype};
-        norm_rope_store(rotation, step.tokens, qkv, stride, heads, layer.q_norm, layer.k_norm, pool, step.slots);
-    }
-    if (step.layer_word != nullptr) __atomic_store_n(step.layer_word, step.layer_base + index + 1, __ATOMIC_RELEASE);
+    return {keys, keys + half, pool_.blocks, kv_heads, pool_.block_size, dim, sizes_.dtype};
+}
+
+// Returns what all heads attended to, side by side.
+const void* Decoder::attend(const DecoderStep& step, std::int64_t index, const void* qkv) {
     const Timed timed(*this, Part::attention);
-    void* out = attended_.take(step.tokens * heads * dim * size);
-    const float scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim)));
+    const std::int64_t width = sizes_.heads * sizes_.head_dim;
+    void* out = attended_.take(step.tokens * width * size_of(sizes_.dtype));
+    const float scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(sizes_.head_dim)));
     const std::int32_t window = sizes_.windows[static_cast<std::size_t>(index)];
-    paged_attention({pool, step.batch, heads, scale, window, qkv, stride, out, heads * dim});
+    const std::int64_t stride = layers_[static_cast<std::size_t>(index)].qkv.plain.shape[0];
+    const auto heads = static_cast<std::int32_t>(sizes_.heads);
+    paged_attention({pool_of(index), step.batch, heads, scale, window, qkv, stride, out, width});
     return out;
 }
 
-const void* Decoder::attention_half(const DecoderStep& step, std::int64_t index, const void* added, void* partial) {
+// Queries and keys are normed and rotated where they lie in what it returns; keys and values are in the pool then.
+void* Decoder::fill_pool(const DecoderStep& step, std::int64_t index, const void* added) {
     const Layer& layer = layers_[static_cast<std::size_t>(index)];
     const std::int64_t size = size_of(sizes_.dtype), all = layer.qkv.plain.shape[0];
     void* x = normed_.take(step.tokens * sizes_.hidden * size);
@@ -310,7 +151,22 @@ const void* Decoder::attention_half(const DecoderStep& step, std::int64_t index,
         product.y_stride = all;
         gemm(product);
     });
-    const void* heads = attend(step, index, qkv);
+    {
+        const Timed timed(*this, Part::rope_and_store);
+        const auto heads = static_cast<std::int32_t>(sizes_.heads), dim = static_cast<std::int32_t>(sizes_.head_dim);
+        const Rotation rotation{rope_.cos, rope_.sin, step.positions, dim, sizes_.eps, sizes_.dtype};
+        norm_rope_store(rotation, step.tokens, qkv, all, heads, layer.q_norm, layer.k_norm, pool_of(index), step.slots);
+    }
+    if (step.layer_word != nullptr) __atomic_store_n(step.layer_word, step.layer_base + index + 1, __ATOMIC_RELEASE);
+    return qkv;
+}
+
+const void* Decoder::attention_half(const DecoderStep& step, std::int64_t index, const void* added, void* partial) {
+    const Layer& layer = layers_[static_cast<std::size_t>(index)];
+    return finish_attention(step, layer, attend(step, index, fill_pool(step, index, added)), partial);
+}
+
+const void* Decoder::finish_attention(const DecoderStep& step, const Layer& layer, const void* heads, void* partial) {
     const Timed timed(*this, Part::attention_out);
     project(step, {0, step.tokens}, heads, layer.o, layer.o_bias, partial);
     return partial;
@@ -373,6 +229,45 @@ void Decoder::forward(const DecoderStep& step, void* hidden) {
         added = mlp_half(step, i, added, nullptr);
     }
     norm(step, {0, step.tokens}, added, last_norm_, hidden);
+}
+
+namespace {
+
+// Moves the rows, which ascend, to the beginning.
+void gather(void* all, std::int64_t row_bytes, const std::vector<std::int64_t>& rows) {
+    for (std::size_t i = 0; i < rows.size(); ++i)
+        std::memmove(row(all, static_cast<std::int64_t>(i), row_bytes), row(all, rows[i], row_bytes),
+                     static_cast<std::size_t>(row_bytes));
+}
+
+}  // namespace
+
+void Decoder::forward_last(const DecoderStep& step, const std::vector<std::int64_t>& rows, void* hidden) {
+    if (static_cast<std::int64_t>(rows.size()) == step.tokens) return forward(step, hidden);
+    check_loaded();
+    const std::int64_t last = sizes_.layers - 1, size = size_of(sizes_.dtype);
+    const void* added = nullptr;
+    for (std::int64_t i = 0; i < last; ++i) {
+        added = attention_half(step, i, added, nullptr);
+        added = mlp_half(step, i, added, nullptr);
+    }
+    void* qkv = fill_pool(step, last, added);
+    if (rows.empty()) return;
+    const Layer& layer = layers_[static_cast<std::size_t>(last)];
+    gather(qkv, layer.qkv.plain.shape[0] * size, rows);
+    gather(step.stream, sizes_.hidden * size, rows);
+    std::vector<std::int32_t> starts{0};
+    for (std::int32_t s = 0; s < step.batch.sequences; ++s) {
+        const auto done = static_cast<std::size_t>(starts.back());
+        const bool wanted = done < rows.size() && rows[done] + 1 == step.batch.query_starts[s + 1];
+        starts.push_back(starts.back() + (wanted ? 1 : 0));
+    }
+    DecoderStep few = step;
+    few.tokens = static_cast<std::int64_t>(rows.size());
+    few.batch.query_starts = starts.data();
+    added = finish_attention(few, layer, attend(few, last, qkv), nullptr);
+    added = mlp_half(few, last, added, nullptr);
+    norm(few, {0, few.tokens}, added, last_norm_, hidden);
 }
 
 void Decoder::half(const DecoderStep& step, std::int64_t index, void* partial) {

@@ -1,7 +1,7 @@
 // A decoder's forward pass over the paged pool: whole steps, or half layers between which several ranks add up their parts.
 //
-// Reads the plain norms, biases and rotary tables where they lie; matrices it has packed for itself (`load`, after every
-// change of the weights). The residual stream is the caller's memory, rounded to the model's dtype after every addition.
+// Reads the plain norms, biases and rotary tables where they lie; matrices are packed, in memory of the caller's that holds all
+// of one version, and another version is served by using other memory (`use`). The residual stream is the caller's memory, rounded to the model's dtype after every addition.
 // Invariant: what it computes for a token depends on the token, its sequence and the weights, bit for bit: not on the rest of
 // the batch, on chunks or threads. It knows no requests and no blocks but those that a step names.
 #pragma once
@@ -18,6 +18,10 @@
 #include "cpu/moe.h"
 
 namespace pearl::cpu {
+
+constexpr std::int64_t kLine = 64;  // bytes that packed matrices and buffers begin at a multiple of
+
+inline std::int64_t lines(std::int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
 // Of this rank: its heads, its part of the vocabulary.
 struct DecoderSizes {
@@ -50,6 +54,18 @@ struct DecoderPool {
     std::int64_t blocks = 0;
     std::int32_t block_size = 0;
 };
+
+// Rows row .. row + rows - 1 of a matrix (of one of its experts) that is packed, and where they lie: of the model's dtype,
+// `stride` elements apart.
+struct PlainRows {
+    std::size_t matrix;
+    std::int64_t expert, row, rows;
+    const void* data;
+    std::int64_t stride;
+};
+
+// Gives the whole pages of private memory back to the system; they read as zeros then. Elsewhere than on Linux it stays.
+void give_back(const void* data, std::int64_t bytes);
 
 // Some of a step's rows.
 struct Strip {
@@ -96,15 +112,29 @@ class Decoder {
     const DecoderPool& pool() const { return pool_; }
     const RopeTables& rope() const { return rope_; }
 
-    // Bytes that `load` packs the matrices into: `packed`, aligned to 64 bytes, which must stay.
-    std::size_t packed_bytes();
-    // With `release` the plain matrices' memory goes back to the system, each as soon as it is packed: they read as zeros then,
-    // until `restore`, or until a new version is written over them. The embedding stays, and so does what is not a matrix.
+    // Bytes of the memory that holds the matrices of one version: `packed`, aligned to 64 bytes, of zeros before the first rows
+    // are packed into it.
+    std::size_t packed_bytes() const;
+    // The names of the parameters that are packed. Their plain memory is read by `load` alone.
+    std::vector<std::string> packed_names() const;
+
+    // Checked rows of a packed parameter of so many columns. Throws std::invalid_argument if there are no such rows.
+    PlainRows rows_of(const std::string& name, std::int64_t expert, std::int64_t row, std::int64_t rows, std::int64_t columns,
+                      const void* data, std::int64_t stride) const;
+    void pack(const std::vector<PlainRows>& rows, void* packed) const;
+    // Steps multiply with what is packed there from now on; the memory must stay.
+    void use(void* packed);
+    // Packs all matrices from their plain memory, and uses them. With `release` that memory goes back to the system, each as soon
+    // as it is packed; but that of the embedding.
     void load(void* packed, bool release);
-    void restore();
+    // Writes rows of what is packed there, bit for bit, one after the other.
+    void unpack(const PlainRows& rows, void* packed, void* plain) const;
 
     // One rank alone: all layers and the last norm. `hidden` [tokens, hidden] may not be the stream.
     void forward(const DecoderStep& step, void* hidden);
+    // The same, bit for bit, for some rows alone, in order, each of which is the last of its sequence: of the others the last
+    // layer computes keys and values. `hidden` [rows, hidden].
+    void forward_last(const DecoderStep& step, const std::vector<std::int64_t>& rows, void* hidden);
 
     // Several ranks: half 2 i is the attention of layer i, 2 i + 1 its MLP. `partial` [tokens, hidden] is this rank's part of
     // what is to be added to the stream; the next half, or `finish`, takes the sum over all ranks in its place.
@@ -121,7 +151,7 @@ class Decoder {
     struct Matrix {  // plain, and where it is packed
         Parameter plain;
         bool halves = false;
-        std::vector<PackedMatrix> packed;  // one, or one for each expert
+        std::vector<PackedMatrix> packed{};  // one, or one for each expert
     };
     struct Layer {
         const void *input_norm, *post_norm, *q_norm = nullptr, *k_norm = nullptr;
@@ -131,14 +161,22 @@ class Decoder {
     };
     class Timed;
 
-    std::vector<Matrix*> matrices();
-    bool is_embedding(const Matrix& matrix) const { return tied_ && &matrix == &head_; }
+    struct Place {  // of a matrix among all
+        std::string name;
+        Matrix* matrix;
+        std::int64_t offset, each;  // bytes in the packed memory, and from one expert to the next
+    };
+    void place(const std::string& name, Matrix& matrix);
+    PackedMatrix packed_at(const Place& place, std::int64_t expert, void* packed) const;
     void check_loaded() const;
     void norm(const DecoderStep& step, Strip strip, const void* added, const void* weight, void* out);
-    const void* attend(const DecoderStep& step, std::int64_t index, void* qkv);
+    KvPool pool_of(std::int64_t index) const;
+    const void* attend(const DecoderStep& step, std::int64_t index, const void* qkv);
+    void* fill_pool(const DecoderStep& step, std::int64_t index, const void* added);
     void project(const DecoderStep& step, Strip strip, const void* x, const Matrix& matrix, const void* bias, void* partial);
     // Half layers. `added`: what is still to be added to the stream, or none. The result goes to `partial`, or without one
     // straight into the stream, if it can. Returns what is still to be added.
+    const void* finish_attention(const DecoderStep& step, const Layer& layer, const void* heads, void* partial);
     const void* attention_half(const DecoderStep& step, std::int64_t index, const void* added, void* partial);
     const void* mlp_half(const DecoderStep& step, std::int64_t index, const void* added, void* partial);
     void mix_experts(const DecoderStep& step, const Layer& layer, const void* x, void* y);
@@ -149,7 +187,10 @@ class Decoder {
     std::vector<Layer> layers_;
     const void* last_norm_ = nullptr;
     Matrix head_;
-    bool tied_ = false, released_ = false;
+    bool tied_ = false;
+    std::vector<Place> places_;
+    std::map<std::string, std::size_t> place_of_;
+    std::int64_t packed_bytes_ = 0;
     Buffer normed_, qkv_, attended_, inner_, partial_, expert_scratch_;
     std::array<std::int64_t, kParts> spent_{};
     bool timed_ = false;

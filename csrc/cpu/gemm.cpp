@@ -37,6 +37,18 @@ Cut cut(const GemmArguments& a, std::int64_t of_rows, std::int64_t of_all) {
     return {of_rows, std::clamp<std::int64_t>(blocks(kChunksPerThread * threads(), of_all), 1, groups(a.weight))};
 }
 
+constexpr std::int64_t kPackedAtOnce = 4 * kPanel;
+
+// run(begin, end) for parts of row_begin .. row_end-1 whose borders are, mostly, those of panels.
+template <class F>
+void in_panels(std::int64_t row_begin, std::int64_t row_end, F&& run) {
+    const std::int64_t first = row_begin / kPackedAtOnce, last = blocks(row_end, kPackedAtOnce);
+    parallel(last - first, [&](std::int64_t chunk) {
+        const std::int64_t begin = (first + chunk) * kPackedAtOnce;
+        run(std::max(row_begin, begin), std::min(row_end, begin + kPackedAtOnce));
+    });
+}
+
 }  // namespace
 
 std::size_t packed_bytes(std::int64_t n, std::int64_t k, DType dtype, bool halves) {
@@ -48,28 +60,24 @@ std::size_t packed_bytes(std::int64_t n, std::int64_t k, DType dtype, bool halve
 PackedMatrix pack(const void* weight, std::int64_t stride, std::int64_t n, std::int64_t k, DType dtype, bool halves,
                   void* dst) {
     const PackedMatrix packed{dst, n, k, dtype, halves};
-    const std::int64_t all = groups(packed);
-    const std::int64_t chunks = std::min<std::int64_t>(all, kChunksPerThread * threads());
-    parallel(chunks, [&](std::int64_t chunk) {
-        kernels().gemm.pack(weight, stride, packed, dst, all * chunk / chunks, all * (chunk + 1) / chunks);
-    });
+    const bool padded = (halves ? n / 2 : n) % kPanel != 0;
+    if (padded) std::memset(dst, 0, packed_bytes(n, k, dtype, halves));
+    pack_rows(packed, 0, n, weight, stride);
     return packed;
 }
 
-void unpack(const PackedMatrix& packed, void* weight) {
-    // A step of one row is 4 bytes: a pair of bf16, whose second number may be padding, or one fp32.
-    const std::int64_t size = size_of(packed.dtype), elements = 4 / size, steps = blocks(packed.k, elements);
-    const std::int64_t parts = packed.halves ? 2 : 1, columns = packed.n / parts, all = groups(packed);
-    parallel(all * parts, [&](std::int64_t index) {
-        const std::int64_t group = index / parts, first = index % parts * columns + group * kPanel;
-        const char* panel = static_cast<const char*>(packed.data) + index * steps * kPanel * 4;
-        for (std::int64_t i = 0; i < std::min(kPanel, columns - group * kPanel); ++i) {
-            char* row = static_cast<char*>(weight) + (first + i) * packed.k * size;
-            for (std::int64_t s = 0; s < steps; ++s) {
-                const std::int64_t bytes = std::min(elements, packed.k - s * elements) * size;
-                std::memcpy(row + s * 4, panel + (s * kPanel + i) * 4, static_cast<std::size_t>(bytes));
-            }
-        }
+void pack_rows(const PackedMatrix& packed, std::int64_t row_begin, std::int64_t row_end, const void* rows,
+               std::int64_t stride, bool stream) {
+    in_panels(row_begin, row_end, [&](std::int64_t begin, std::int64_t end) {
+        const std::int64_t skipped = (begin - row_begin) * stride * size_of(packed.dtype);
+        kernels().gemm.pack(static_cast<const char*>(rows) + skipped, stride, packed, begin, end, stream);
+    });
+}
+
+void unpack_rows(const PackedMatrix& packed, std::int64_t row_begin, std::int64_t row_end, void* rows) {
+    in_panels(row_begin, row_end, [&](std::int64_t begin, std::int64_t end) {
+        const std::int64_t skipped = (begin - row_begin) * packed.k * size_of(packed.dtype);
+        kernels().gemm.unpack(packed, begin, end, static_cast<char*>(rows) + skipped);
     });
 }
 

@@ -29,8 +29,13 @@ std::size_t packed_bytes(std::int64_t n, std::int64_t k, DType dtype, bool halve
 // Packs the row-major weight [n, k], rows `stride` elements apart. `dst` is 64-byte aligned.
 PackedMatrix pack(const void* weight, std::int64_t stride, std::int64_t n, std::int64_t k, DType dtype, bool halves, void* dst);
 
-// The way back, bit for bit: writes the row-major weight [n, k].
-void unpack(const PackedMatrix& packed, void* weight);
+// Packs rows row_begin .. row_end-1 of the weight, of which the first lies at `rows`. Padding is left as it is: it must be
+// zeros before the first product. `stream`: past the caches, which are of more use to others than a large weight's end.
+void pack_rows(const PackedMatrix& packed, std::int64_t row_begin, std::int64_t row_end, const void* rows, std::int64_t stride,
+               bool stream = false);
+
+// The way back, bit for bit: writes these rows of the row-major weight, one after the other.
+void unpack_rows(const PackedMatrix& packed, std::int64_t row_begin, std::int64_t row_end, void* rows);
 
 enum class Epilogue : std::int32_t {
     none,      // y [rows, n] in the dtype of the weights
@@ -62,9 +67,10 @@ void gemm_all(const GemmArguments* arguments, std::int64_t count);
 
 // What each instruction set brings. A group is a panel, or a pair of panels where the weight has halves.
 struct GemmKernels {
-    // Packs groups group_begin .. group_end-1.
-    void (*pack)(const void* weight, std::int64_t stride, const PackedMatrix& shape, void* dst, std::int64_t group_begin,
-                 std::int64_t group_end);
+    // Packs rows row_begin .. row_end-1 of the weight, of which the first lies at `rows`; and unpacks them, without gaps.
+    void (*pack)(const void* rows, std::int64_t stride, const PackedMatrix& packed, std::int64_t row_begin,
+                 std::int64_t row_end, bool stream);
+    void (*unpack)(const PackedMatrix& packed, std::int64_t row_begin, std::int64_t row_end, void* rows);
     // Computes rows row_begin .. row_end-1 of the outputs of groups group_begin .. group_end-1.
     void (*run)(const GemmArguments& arguments, std::int64_t row_begin, std::int64_t row_end, std::int64_t group_begin,
                 std::int64_t group_end);

@@ -1,4 +1,4 @@
-// Packing and the product of some rows with some panels. See gemm.h and kernels.inl.
+// The product of some rows with some panels. See gemm.h and kernels.inl.
 #pragma once
 
 namespace pearl::cpu::PEARL_ISA_NAMESPACE {
@@ -220,61 +220,5 @@ static void run(const GemmArguments& a, std::int64_t row_begin, std::int64_t row
             run_group<float>(a, groups, group, row_begin, row_end);
     }
 }
-
-constexpr std::int64_t kPackSteps = 16;  // at a time: so much of a row is a cache line, and what is written stays near
-
-// Steps begin .. end-1 of one row of a panel. `Whole`: all their elements are there.
-template <class T, bool Whole>
-void pack_steps(const T* row, std::int64_t begin, std::int64_t end, std::int64_t k, char* at) {
-    constexpr int elements = Step<T>::kElements;
-    for (std::int64_t s = begin; s < end; ++s) {
-        T step[elements] = {};
-        for (int e = 0; e < elements; ++e)
-            if (Whole || s * elements + e < k) step[e] = row[s * elements + e];
-        std::memcpy(at + s * kStepBytes, step, sizeof step);
-    }
-}
-
-// One panel from `rows` rows of the weight; the others are zeros.
-template <class T>
-void pack_panel(const T* weight, std::int64_t stride, std::int64_t rows, std::int64_t k, char* panel) {
-    constexpr int elements = Step<T>::kElements;
-    const std::int64_t steps = (k + elements - 1) / elements;
-    for (std::int64_t begin = 0; begin < steps; begin += kPackSteps) {
-        const std::int64_t end = begin + kPackSteps < steps ? begin + kPackSteps : steps;
-        const bool whole = end * elements <= k;
-        for (std::int64_t row = 0; row < kPanel; ++row) {
-            if (row >= rows)
-                pack_steps<T, false>(nullptr, begin, end, 0, panel + row * 4);
-            else if (whole)
-                pack_steps<T, true>(weight + row * stride, begin, end, k, panel + row * 4);
-            else
-                pack_steps<T, false>(weight + row * stride, begin, end, k, panel + row * 4);
-        }
-    }
-}
-
-template <class T>
-void pack_groups(const T* weight, std::int64_t stride, const PackedMatrix& shape, char* dst, std::int64_t group_begin,
-                 std::int64_t group_end) {
-    const Groups groups(shape);
-    for (std::int64_t group = group_begin; group < group_end; ++group)
-        for (int p = 0; p < groups.panels; ++p) {
-            const std::int64_t left = groups.columns - group * kPanel;
-            const T* rows = weight + (p * groups.columns + group * kPanel) * stride;
-            char* panel = dst + group * groups.bytes() + p * groups.panel_bytes;
-            pack_panel(rows, stride, left < kPanel ? left : kPanel, shape.k, panel);
-        }
-}
-
-static void pack(const void* weight, std::int64_t stride, const PackedMatrix& shape, void* dst, std::int64_t group_begin,
-          std::int64_t group_end) {
-    if (shape.dtype == DType::bf16)
-        pack_groups(static_cast<const bf16*>(weight), stride, shape, static_cast<char*>(dst), group_begin, group_end);
-    else
-        pack_groups(static_cast<const float*>(weight), stride, shape, static_cast<char*>(dst), group_begin, group_end);
-}
-
-static GemmKernels gemm_kernels() { return {&pack, &run}; }
 
 }  // namespace pearl::cpu::PEARL_ISA_NAMESPACE

@@ -8,6 +8,7 @@
 
 #include "cpu/attention.inl"
 #include "cpu/gemm.inl"
+#include "cpu/pack.inl"
 #include "cpu/moe.inl"
 #include "cpu/norm_rope.inl"
 #include "cpu/sampling.inl"
@@ -16,7 +17,7 @@ namespace pearl::cpu::PEARL_ISA_NAMESPACE {
 
 KernelTable table() {
     KernelTable t{};
-    t.gemm = gemm_kernels();
+    t.gemm = {&pack, &unpack, &run};
     t.moe = moe_kernels();
     t.attention = attention_kernels();
     t.norm_rope = norm_rope_kernels();

@@ -9,6 +9,9 @@
 //   P                              W pairs of bf16, in memory [W][2]
 //   load_pairs(p) broadcast_pair(p) zero_pairs()
 //   dot(a, b, acc)                 acc + a[0] * b[0] + a[1] * b[1] in each lane, the same arithmetic at every use
+//   transpose<stream>(p, stride, q, other)   word j of row i of W rows, `stride` bytes apart, becomes word i of row j of W rows
+//                                  that are `other` bytes apart; `stream`: past the caches, if q is aligned to a vector
+//   streamed()                     whoever sees what is written from now on sees what was streamed
 #pragma once
 
 #include "cpu/dtype.h"

@@ -59,6 +59,32 @@ static inline void store(bf16* p, F v, int n) {
     std::memcpy(p, part, static_cast<std::size_t>(n) * sizeof(bf16));
 }
 
+template <bool stream>
+static inline void transpose(const char* rows, std::int64_t stride, char* columns, std::int64_t other) {
+    __m256i a[W], b[W];
+    for (int i = 0; i < W; ++i) a[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows + i * stride));
+    for (int i = 0; i < W; i += 2) {  // pairs of rows: words, then pairs of words
+        b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < W; i += 4) {
+        a[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    for (int j = 0; j < W; ++j) {  // a[4 g + j]: in half h word 4 h + j of rows 4 g .. 4 g + 3
+        const __m256i column = j < 4 ? _mm256_permute2x128_si256(a[j], a[4 + j], 0x20)
+                                     : _mm256_permute2x128_si256(a[j - 4], a[j], 0x31);
+        auto* target = reinterpret_cast<__m256i*>(columns + j * other);
+        if constexpr (stream)
+            _mm256_stream_si256(target, column);
+        else
+            _mm256_storeu_si256(target, column);
+    }
+}
+static inline void streamed() { _mm_sfence(); }
+
 struct P {
     F even, odd;
 };

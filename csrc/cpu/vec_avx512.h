@@ -49,6 +49,38 @@ static inline __m512i broadcast_bits(const bf16* p) {
     return _mm512_set1_epi32(both);
 }
 
+template <bool stream>
+static inline void transpose(const char* rows, std::int64_t stride, char* columns, std::int64_t other) {
+    __m512i a[W], b[W];
+    for (int i = 0; i < W; ++i) a[i] = _mm512_loadu_si512(rows + i * stride);
+    for (int i = 0; i < W; i += 2) {  // pairs of rows: words, then pairs of words
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < W; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    for (int j = 0; j < 4; ++j) {  // a[4 g + j]: in quarter q word 4 q + j of rows 4 g .. 4 g + 3
+        const __m512i upper_even = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), upper_odd = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
+        const __m512i lower_even = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
+        const __m512i lower_odd = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
+        b[j] = _mm512_shuffle_i32x4(upper_even, lower_even, 0x88);
+        b[4 + j] = _mm512_shuffle_i32x4(upper_odd, lower_odd, 0x88);
+        b[8 + j] = _mm512_shuffle_i32x4(upper_even, lower_even, 0xdd);
+        b[12 + j] = _mm512_shuffle_i32x4(upper_odd, lower_odd, 0xdd);
+    }
+    for (int j = 0; j < W; ++j) {
+        if constexpr (stream)
+            _mm512_stream_si512(reinterpret_cast<__m512i*>(columns + j * other), b[j]);
+        else
+            _mm512_storeu_si512(columns + j * other, b[j]);
+    }
+}
+static inline void streamed() { _mm_sfence(); }
+
 #if defined(PEARL_ISA_AVX512_BF16)
 using P = __m512bh;
 static inline P load_pairs(const bf16* p) { return (P)_mm512_loadu_si512(p); }

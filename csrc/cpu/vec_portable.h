@@ -60,6 +60,15 @@ static inline void store(bf16* p, F v, int n) {
     std::memcpy(p, &narrowed, static_cast<std::size_t>(n) * sizeof(bf16));
 }
 
+template <bool stream>
+static inline void transpose(const char* rows, std::int64_t stride, char* columns, std::int64_t other) {
+    std::uint32_t words[W][W];
+    for (int i = 0; i < W; ++i) std::memcpy(words[i], rows + i * stride, sizeof words[i]);
+    for (int j = 0; j < W; ++j)
+        for (int i = 0; i < W; ++i) std::memcpy(columns + j * other + i * 4, &words[i][j], 4);
+}
+static inline void streamed() {}
+
 struct P {
     F even, odd;
 };

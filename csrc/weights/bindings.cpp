@@ -35,6 +35,18 @@ std::vector<Place> places_of(const std::vector<std::int64_t>& offsets, std::vect
     return places;
 }
 
+// Tensors on their way into a message, checked once and put as often as wanted. Refers to the memory of both.
+struct Putting {
+    std::uintptr_t message;
+    std::int64_t bytes;
+    std::vector<Place> places;
+    Number from, to;
+
+    Totals put() const { return weights::put(message, bytes, places, from, to); }
+};
+
+py::tuple told(const Totals& totals) { return py::make_tuple(totals.sum, totals.finite); }
+
 }  // namespace
 
 void register_apis(py::module_& m) {
@@ -44,20 +56,26 @@ void register_apis(py::module_& m) {
         .value("float32", Number::f32)
         .value("float16", Number::f16)
         .value("bfloat16", Number::bf16);
+    py::class_<Putting>(m, "Putting", "Tensors on their way into a message; refers to the memory of both.")
+        .def(
+            "put",
+            [](const Putting& self) {
+                Totals totals;
+                {
+                    py::gil_scoped_release unlocked;
+                    totals = self.put();
+                }
+                return told(totals);
+            },
+            "Puts what they hold now: (the sum of their 64-bit words, all finite).");
     m.def(
-        "put_tensors",
+        "putting",
         [](std::uintptr_t message, std::int64_t bytes, const std::vector<std::int64_t>& offsets, std::vector<Given> tensors,
            Number from, Number to) {
-            const std::vector<Place> places = places_of(offsets, std::move(tensors));
-            Totals totals;
-            {
-                py::gil_scoped_release unlocked;
-                totals = put(message, bytes, places, from, to);
-            }
-            return py::make_tuple(totals.sum, totals.finite);
+            return Putting{message, bytes, places_of(offsets, std::move(tensors)), from, to};
         },
         py::arg("message"), py::arg("bytes"), py::arg("offsets"), py::arg("tensors"), py::arg("source"), py::arg("target"),
-        "Puts tensors (address, shape, strides) at the offsets, converted: (the sum of their 64-bit words, all finite).");
+        "What puts tensors (address, shape, strides) at the offsets, converted.");
     m.def("seal_message", &seal, py::arg("message"), py::arg("bytes"), py::arg("version"), py::arg("sum"), py::arg("gaps"),
           release(), "The header of a message whose numbers have that sum; the gaps (begin, end) become zero.");
     m.def(
@@ -83,6 +101,14 @@ void register_apis(py::module_& m) {
         },
         py::arg("targets"), py::arg("sources"), py::arg("source"), py::arg("target"),
         "Copies each source to its target, converted; whether all is finite.");
+    m.def(
+        "look_at_tensors",
+        [](std::vector<Given> tensors, Number from, Number to) {
+            const std::vector<Tensor> seen = tensors_of(std::move(tensors));
+            py::gil_scoped_release unlocked;
+            return look(seen, from, to);
+        },
+        py::arg("tensors"), py::arg("source"), py::arg("target"), "Whether all of it would be finite.");
     m.def("converts", &converts, py::arg("source"), py::arg("target"), release(),
           "Whether such numbers can be converted here.");
 }

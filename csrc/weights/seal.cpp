@@ -109,6 +109,19 @@ PEARL_INLINE bool convert(char* __restrict target, const char* __restrict source
     return worst < kTooLarge<to>;
 }
 
+// Whether `count` 32-bit numbers are finite once they are rounded to `to`.
+template <Number to>
+PEARL_INLINE bool stay_finite(const char* source, std::int64_t count) {
+    std::uint32_t worst = 0;
+    for (std::int64_t i = 0; i < count; ++i) {
+        std::uint32_t bits;
+        std::memcpy(&bits, source + i * 4, 4);
+        const std::uint32_t size = bits & 0x7fffffff;
+        worst = size > worst ? size : worst;
+    }
+    return worst < kTooLarge<to>;
+}
+
 // `count` numbers to `target`, which lies `offset` bytes from a word's beginning. No target: they are only looked at.
 template <Number from, Number to>
 PEARL_INLINE void stretch(char* target, const char* source, std::int64_t offset, std::int64_t count, Totals& totals) {
@@ -121,6 +134,9 @@ PEARL_INLINE void stretch(char* target, const char* source, std::int64_t offset,
         if constexpr (from == to) {
             if (into != nullptr) std::memcpy(into, seen, static_cast<std::size_t>(part * wide));
             totals.finite &= all_finite<to>(into == nullptr ? seen : into, part);
+        } else if (into == nullptr) {
+            totals.finite &= stay_finite<to>(seen, part);
+            continue;
         } else {
             totals.finite &= convert<to>(into, seen, part);
         }
@@ -316,6 +332,14 @@ Verdict take(std::uintptr_t message, std::int64_t bytes, const std::vector<Place
     verdict.intact = totals.sum == static_cast<std::uint64_t>(word_at(message, 0));
     verdict.finite = totals.finite;
     return verdict;
+}
+
+bool look(const std::vector<Tensor>& tensors, Number from, Number to) {
+    if (!converts(from, to)) refuse("such numbers are not converted here");
+    for (const Tensor& tensor : tensors) check(tensor);
+    Totals totals;
+    for (const Tensor& tensor : tensors) walk({0, tensor.shape, tensor.strides}, tensor, 0, from, to, totals);
+    return totals.finite;
 }
 
 bool copy(const std::vector<Tensor>& targets, const std::vector<Tensor>& sources, Number from, Number to) {

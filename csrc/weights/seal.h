@@ -52,6 +52,9 @@ Verdict take(std::uintptr_t message, std::int64_t bytes, const std::vector<Place
 // Copies tensors of one shape each from memory to memory. Whether all numbers are finite in `to`.
 bool copy(const std::vector<Tensor>& targets, const std::vector<Tensor>& sources, Number from, Number to);
 
+// Whether all numbers would be finite in `to`.
+bool look(const std::vector<Tensor>& tensors, Number from, Number to);
+
 // Whether numbers of `from` can be made numbers of `to` here.
 bool converts(Number from, Number to);
 

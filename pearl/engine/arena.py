@@ -11,6 +11,7 @@ left of it when the last process that has it is gone, however it went, and no ac
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -25,8 +26,10 @@ from torch import Tensor
 from pearl.engine.device_arena import Door, on_device
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-MADV_REMOVE, MADV_DONTFORK = 9, 10
-"""madvise(2): punch a hole into the file behind a mapping; keep a mapping out of forked children."""
+MADV_REMOVE, MADV_DONTFORK, MADV_HUGEPAGE = 9, 10, 14
+"""madvise(2): punch a hole into the file behind a mapping; keep a mapping out of forked children; use large pages."""
+LARGE_BYTES = 8 << 20
+"""Mappings from this size on ask for large pages."""
 
 _files: set[int] = set()
 """Open memfds of this process."""
@@ -107,7 +110,12 @@ class Arena:
 
 
 def _private_memory(nbytes: int) -> mmap.mmap:
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """In large pages, where the system has them: touched for the first time at several times the speed."""
+    region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= LARGE_BYTES:
+        with contextlib.suppress(OSError):  # a kernel without them
+            region.madvise(MADV_HUGEPAGE)
+    return region
 
 
 def _memfd(nbytes: int) -> int:

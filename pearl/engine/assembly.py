@@ -65,8 +65,13 @@ class Choice:
 
     @property
     def weight_bytes(self) -> int:
-        specs = param_specs(self.model, self.shard)
-        return sum(math.prod(spec.shape) for spec in specs) * DTYPES[self.model.dtype].itemsize
+        """What the weights take. On a CPU once one version has followed another: the one that is served, and memory for the
+        next, a tied embedding both plain and packed."""
+        sizes = {spec.name: math.prod(spec.shape) for spec in param_specs(self.model, self.shard)}
+        numbers = sum(sizes.values())
+        if self.device.type == "cpu":
+            numbers = 2 * (numbers + (sizes["embed.weight"] if self.model.tie_embeddings else 0))
+        return numbers * DTYPES[self.model.dtype].itemsize
 
 
 def choose_parts(config: EngineConfig, rank: int = 0) -> Choice:
@@ -101,14 +106,15 @@ def assemble(config: EngineConfig, comm: Communicator | None = None) -> Parts:
         choice.local, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, memory=kv_memory, fill=config.kv_fill
     )
     served = kernels.serve(decoder.served_model(), pool, weight_memory.zeros)
-    on_live, on_read = (None, None) if served is None else (served.load, served.restore)
     runner = ModelRunner(decoder, kernels, pool, block_size=config.block_size, served=served)
     runner.graphs = _graphs(config, choice)
     return Parts(
         model=model,
         decoder=decoder,
         runner=runner,
-        store=WeightStore(model, dict(decoder.named_parameters()), choice.shard, on_live=on_live, on_read=on_read),
+        store=WeightStore(
+            model, dict(decoder.named_parameters()), choice.shard, packed=None if served is None else served.weights
+        ),
         weight_memory=weight_memory,
         kv_memory=kv_memory,
         num_blocks=num_blocks,

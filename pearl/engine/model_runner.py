@@ -108,12 +108,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [T, D]; writes the step's KV."""
+        """Hidden states [T, D], or [R, D] of `sample_rows` alone if no others are needed; writes the step's KV."""
         if self._served is not None:
             add_up = None if self.decoder.comm is None else self.decoder.comm.all_reduce_sum
             words = self.progress
             mark = None if words is None else LayerMark(words.layer_address, self._step << LAYER_BITS)
-            return self._served.forward(self.decoder.embedded(batch.input_ids_T), batch.paged, add_up, mark)
+            rows = None if batch.prompt_rows else batch.sample_rows
+            return self._served.forward(self.decoder.embedded(batch.input_ids_T), batch.paged, add_up, mark, rows)
         if self.progress is not None:
             written = functools.partial(self.progress.layer_done, self._step)
             return self.operations(batch.input_ids_T, batch.paged, written)
@@ -140,7 +141,7 @@ class ModelRunner:
         if not batch.sampled:
             self._last = Queued(None, {}, dict)
             return dict
-        everything = len(batch.sample_rows) == hidden_TD.shape[0]
+        everything = len(batch.sample_rows) == hidden_TD.shape[0]  # all that there are, or that are needed
         logits_RV = self.logits(hidden_TD if everything else hidden_TD[batch.sample_rows])
         members = batch.sampled
         if not isinstance(self.kernels, QueuesDraws):

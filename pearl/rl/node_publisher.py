@@ -19,11 +19,13 @@ from torch import Tensor
 
 from pearl.engine.comm.communicator import CollectiveError, Communicator
 from pearl.engine.weights.pull import SnapshotReceiver
-from pearl.engine.weights.snapshot import Draft, Snapshot, SnapshotReader
+from pearl.engine.weights.snapshot import Draft, Lease, Snapshot, SnapshotReader
 from pearl.engine.weights.transfer import WeightSender
 from pearl.rl.layout import JobLayout
 from pearl.rl.publisher import Metrics, RankPublisher, Source, StagingTarget
 
+PAUSE_TAKING_S = 0.003
+"""How long requests wait at a time while buckets are taken, but for the last one of each time."""
 SLOW_ENGINES = "engines to be through with an older one"
 
 
@@ -51,9 +53,12 @@ class SnapshotWriter(RankPublisher):
 
 
 class SnapshotTaker(RankPublisher):
-    """A serving rank, on the machine of the snapshot."""
+    """A serving rank, on the machine of the snapshot. It takes some buckets between two steps, then commits between two."""
 
     _checks = True
+    _lease: Lease | None = None
+    """The version that it is taking, and how many of its buckets it has."""
+    _taken = 0
 
     def __init__(self, engine: StagingTarget, reader: SnapshotReader, *, timeout_s: float = 600.0) -> None:
         """`timeout_s`: the longest wait for a version that was announced."""
@@ -66,11 +71,39 @@ class SnapshotTaker(RankPublisher):
             raise ValueError(f"version={version}: must be greater than {present}, the present version")
 
     def poll(self) -> Metrics | None:
-        if self._reader.newest < self.version:
-            _check_patience(self._began, self.timeout_s, f"version {self.version}", "it to be in the snapshot")
-            return None
-        commit_s = take_version(self._engine, self._reader, self.version, check=self._checks)
-        return self._metrics(self._reader.plan.slot_bytes, commit_s)
+        if self._lease is None:
+            if self._reader.newest < self.version:
+                _check_patience(self._began, self.timeout_s, f"version {self.version}", "it to be in the snapshot")
+                return None
+            self._lease, self._taken = self._reader.lease(self.version), 0
+        try:
+            if not self._take(self._lease):
+                return None
+            start = time.perf_counter()
+            self._engine.commit_weights(self.version, mode="keep")
+        except BaseException:
+            self._engine.discard_weights()
+            self._let_go()
+            raise
+        self._let_go()
+        return self._metrics(self._reader.plan.slot_bytes, time.perf_counter() - start)
+
+    def _take(self, lease: Lease) -> bool:
+        """Takes buckets, one at least, for about `PAUSE_TAKING_S`; whether it has all."""
+        until = time.perf_counter() + PAUSE_TAKING_S
+        while self._taken < len(lease.messages):
+            if self._checks:
+                lease.check(self._taken)
+            self._engine.stage_weights(lease.messages[self._taken].rows, self.version, adopt=True)
+            self._taken += 1
+            if time.perf_counter() > until:
+                break
+        return self._taken == len(lease.messages)
+
+    def _let_go(self) -> None:
+        if self._lease is not None:
+            self._lease.close()
+        self._lease = None
 
 
 class NodeReceiver(SnapshotTaker):
@@ -188,14 +221,13 @@ class SnapshotFetcher:
         """A version is taken within one poll: nothing is ever under way."""
 
 
-def take_version(engine: StagingTarget, reader: SnapshotReader, version: int, *, check: bool = True) -> float:
+def take_version(engine: StagingTarget, reader: SnapshotReader, version: int) -> float:
     """Copies a version from a snapshot into an engine; the seconds for which running requests were held up.
 
     Raises, the engine as it was, for a version that is not there (any more) or is not sound.
     """
     with reader.lease(version) as lease:
-        if check:
-            lease.check()
+        lease.check()
         try:
             for message in lease.messages:
                 engine.stage_weights(message.rows, version, adopt=True)

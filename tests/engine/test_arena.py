@@ -161,8 +161,9 @@ model = ModelConfig(architecture="LlamaForCausalLM", vocab_size=32768, hidden_si
                     num_heads=4, num_kv_heads=4, head_dim=64, max_position=256, rope_theta=1e4, rms_eps=1e-6,
                     tie_embeddings=False, qk_norm=False, dtype="float32")
 engine = Engine(EngineConfig(model=model, dtype="float32", load_format="dummy", num_blocks=1024, kv_fill=math.nan))
-list(engine.named_hf_tensors())  # so that the plain weights are there, and what the kernels packed too
-weights = sum(map(len, engine._weight_memory._private)) / 2**20
+packed = engine._store._packed  # the plain matrices, and the memory for a next version, have not been touched
+plain = sum(value.nbytes for name, value in engine._decoder.named_parameters() if name not in packed.names)
+weights = (plain + packed._bytes) / 2**20
 pool = engine._runner.kv_pool.nbytes / 2**20
 engine.add_request([1, 2, 3], SamplingParams(max_tokens=4)); engine.step()
 numbers = [weights, pool, mib()]

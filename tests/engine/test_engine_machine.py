@@ -224,7 +224,8 @@ class EngineMachine(RuleBasedStateMachine):
         ok = False
         if answer == "taken":
             if self.peer.weight_version < max(0, self.version):
-                self.peer._store.declare(max(0, self.version))
+                self.peer._store.stage(list(self.peer.named_hf_tensors()), max(0, self.version))
+                self.peer._store.commit()
                 self.peer._core.set_weight_version(max(0, self.version))
             ok = self.peer.import_kv(transfer)
         self.engine.finish_export(transfer.transfer_id, ok)

@@ -204,7 +204,8 @@ def test_only_what_is_as_the_live_weights_can_be_adopted(folder: Path) -> None:
 
 
 def test_the_copy_s_memory_is_kept_from_the_second_version_on(folder: Path) -> None:
-    engine = Engine(EngineConfig(model=folder, dtype="float32", num_blocks=50), load_weights=False)
+    config = EngineConfig(model=folder, dtype="float32", num_blocks=50, kernels="reference")
+    engine = Engine(config, load_weights=False)
     engine.update_weights(named(1), version=0)
     assert not engine._store._spare
     engine.update_weights(named(0), version=1)

@@ -92,7 +92,7 @@ def test_versions_come_while_requests_run(folder: Path, snapshot: Snapshot, mode
 
 def test_fifty_versions_in_a_row_serve_each_its_own_model(folder: Path, snapshot: Snapshot) -> None:
     engine, reader = make(folder), snapshot.reader()
-    places = [tensor.data_ptr() for _, tensor in engine.named_hf_tensors()]
+    places = [value.data_ptr() for value in engine._decoder.parameters()]
     expected = {seed: oracle(tuple(PROMPT), 8, seed)[0] for seed in (0, 1)}
     assert expected[0] != expected[1]
     for version in range(2, 52):
@@ -100,7 +100,7 @@ def test_fifty_versions_in_a_row_serve_each_its_own_model(folder: Path, snapshot
         assert load(engine, reader) == version
         completion = one(engine, PROMPT)
         assert completion.token_ids == expected[version % 2] and completion.num_cached_tokens == 0
-    assert places == [tensor.data_ptr() for _, tensor in engine.named_hf_tensors()]
+    assert places == [value.data_ptr() for value in engine._decoder.parameters()]
 
 
 def test_an_instance_of_several_ranks_does_not_give_its_live_weights(folder: Path, snapshot: Snapshot) -> None:

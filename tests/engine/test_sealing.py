@@ -174,12 +174,12 @@ def test_what_would_write_elsewhere_is_refused(offsets: list[int], shape: tuple[
     memory, tensor = torch.zeros(HEADER_BYTES + 384, dtype=torch.uint8), torch.ones(8)
     kind = module.Number.float32
     with pytest.raises(ValueError, match=words):
-        module.put_tensors(memory.data_ptr(), memory.nbytes, offsets, [(tensor.data_ptr(), shape, (1,))], kind, kind)
+        module.putting(memory.data_ptr(), memory.nbytes, offsets, [(tensor.data_ptr(), shape, (1,))], kind, kind).put()
     with pytest.raises(ValueError, match="must have as many strides"):
-        module.put_tensors(memory.data_ptr(), memory.nbytes, [64], [(tensor.data_ptr(), (2, 2), (1,))], kind, kind)
+        module.putting(memory.data_ptr(), memory.nbytes, [64], [(tensor.data_ptr(), (2, 2), (1,))], kind, kind).put()
     with pytest.raises(ValueError, match="not converted here"):
         given = [(tensor.data_ptr(), (4,), (1,))]
-        module.put_tensors(memory.data_ptr(), memory.nbytes, [64], given, kind, module.Number.float64)
+        module.putting(memory.data_ptr(), memory.nbytes, [64], given, kind, module.Number.float64).put()
     assert int(memory.sum()) == 0
 
 

@@ -17,14 +17,12 @@ from weight_cases import (
     config_of,
     is_model,
     new_decoder,
-    one_by_one,
     snapshot,
     tensors_of,
     unchanged,
 )
 
 from pearl.engine.models.decoder import Decoder
-from pearl.engine.models.params import param_specs
 from pearl.engine.weights.store import WeightStore
 
 
@@ -329,38 +327,6 @@ def test_what_the_owner_wrote_can_be_declared_a_version() -> None:
     assert store.version == 0 and unchanged(decoder, before)
     with pytest.raises(ValueError, match="version=0: must be greater"):
         store.declare(0)
-
-
-@pytest.mark.parametrize("way", ["staged", "adopted", "streamed", "declared"])
-def test_every_way_in_tells_whoever_packs_the_weights(way: str) -> None:
-    """Once the whole version is in the live parameters, and before the store says so: the first one, and a later one."""
-    config = config_of(hf_models.moe())
-    params = {spec.name: torch.zeros(spec.shape) for spec in param_specs(config)}
-    plain = {name: value.clone() for name, value in params.items()}
-    seen: list[int] = []
-
-    def look(first: bool) -> None:
-        assert all(torch.equal(params[name], value) for name, value in plain.items())
-        assert first is not bool(seen)
-        seen.append(store.version)
-
-    store = WeightStore(config, params, on_live=look)
-    for version in (0, 1):
-        pairs = one_by_one(tensors_of(hf_models.moe(seed=version)))
-        reference = WeightStore(config, plain)
-        reference.stage(pairs, 0)
-        reference.commit()
-        if way == "streamed":
-            store.stream(pairs, version)
-        elif way == "declared":
-            for name, value in plain.items():
-                params[name].copy_(value)
-            store.declare(version)
-        else:
-            store.stage(pairs, version, adopt=way == "adopted")
-            store.commit()
-        assert store.version == version
-    assert seen == [-1, -1 if way == "streamed" else 0]
 
 
 def test_the_first_version_is_staged_where_it_will_live(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from pearl.engine.comm.communicator import CollectiveError
 from pearl.engine.engine import Engine
 from pearl.engine.models.config import from_folder
 from pearl.engine.weights.snapshot import Snapshot, SnapshotReader
+from pearl.rl import node_publisher
 from pearl.rl.node_publisher import SnapshotTaker, SnapshotWriter
 from pearl.rl.trainer import Trainer
 
@@ -59,7 +60,7 @@ def has(engine: Engine, trainer: Shifting, dtype: torch.dtype) -> bool:
 def test_each_engine_gets_the_bits_of_each_version_and_keeps_its_addresses(model: Path, dtype: torch.dtype) -> None:
     trainer, snapshot, engines, readers = parts(model, dtype, 2)
     writer, takers = SnapshotWriter(trainer, snapshot), [SnapshotTaker(*pair) for pair in zip(engines, readers, strict=True)]
-    places = [{name: tensor.data_ptr() for name, tensor in engine.named_hf_tensors()} for engine in engines]
+    places = [[value.data_ptr() for value in engine._decoder.parameters()] for engine in engines]
     for version in range(5):
         trainer.shift = 0.25 * version
         for part in (*takers, writer):
@@ -71,7 +72,54 @@ def test_each_engine_gets_the_bits_of_each_version_and_keeps_its_addresses(model
             taken = taker.poll()
             assert taken is not None and taken["seconds"] >= taken["commit_s"] > 0
             assert engine.weight_version == version and has(engine, trainer, dtype)
-    assert places == [{name: tensor.data_ptr() for name, tensor in engine.named_hf_tensors()} for engine in engines]
+    assert places == [[value.data_ptr() for value in engine._decoder.parameters()] for engine in engines]
+
+
+def test_buckets_are_taken_a_few_at_a_time_between_steps(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine goes on under the old version until it has all of the new one; the version is held as long."""
+    monkeypatch.setattr(node_publisher, "PAUSE_TAKING_S", 0.0)
+    trainer, _, [engine], _ = parts(model, torch.float32, 1)
+    snapshot = Snapshot(from_folder(model), torch.float32, bucket_bytes=1 << 12)
+    writer, taker = SnapshotWriter(trainer, snapshot), SnapshotTaker(engine, snapshot.reader())
+    for version in range(3):
+        trainer.shift = 0.5 * version
+        for part in (writer, taker):
+            part.begin(version)
+        assert writer.poll() is not None
+        buckets = len(snapshot.plan.buckets)
+        for _ in range(buckets - 1):
+            assert taker.poll() is None and engine.weight_version == version - 1
+            if version:
+                trainer.shift -= 0.5
+                assert has(engine, trainer, torch.float32)
+                trainer.shift += 0.5
+        assert buckets > 3 and snapshot.draft(version + 1, wait_s=0.0).discard() is None
+        assert taker.poll() is not None and engine.weight_version == version and has(engine, trainer, torch.float32)
+
+
+def test_a_bucket_that_changed_after_others_were_taken_ends_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_publisher, "PAUSE_TAKING_S", 0.0)
+    trainer, _, [engine], _ = parts(model, torch.float32, 1)
+    snapshot = Snapshot(from_folder(model), torch.float32, bucket_bytes=1 << 12)
+    writer, taker = SnapshotWriter(trainer, snapshot), SnapshotTaker(engine, snapshot.reader())
+    for part in (writer, taker):
+        part.begin(0)
+    assert writer.poll() is not None and taker.wait(5.0)["bytes"] > 0
+    trainer.shift = 1.0
+    for part in (writer, taker):
+        part.begin(1)
+    assert writer.poll() is not None and taker.poll() is None
+    slot = snapshot._words[16:18].tolist().index(1)
+    snapshot._messages[slot][2].data[5] += 1.0
+    with pytest.raises(ValueError, match="snapshot of version 1: bucket 3: the checksum differs"):
+        taker.wait(5.0)
+    trainer.shift = 0.0
+    assert engine.weight_version == 0 and has(engine, trainer, torch.float32)
+    for version in (2, 3):  # nothing is held any more
+        trainer.shift = float(version)
+        for part in (writer, taker):
+            part.begin(version)
+        assert writer.poll() is not None and taker.wait(5.0)["bytes"] > 0 and has(engine, trainer, torch.float32)
 
 
 def test_a_slow_engine_is_waited_for_so_long_and_never_written_under(model: Path) -> None:

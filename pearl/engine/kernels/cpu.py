@@ -1,7 +1,7 @@
 """The CPU kernels of `pearl._C`: whole steps of a decoder in C++, and each operation by itself, on torch's CPU tensors.
 
-Owns the way from tensors to addresses, and the memory of the packed weights; the arithmetic is in csrc/cpu, where the
-instruction set is chosen on the machine (PEARL_CPU_ISA names another one). Steps run on as many threads as torch has.
+Owns the way from tensors to addresses; the packed weights' memory is `cpu_weights.py`'s, the arithmetic is in csrc/cpu, where
+the instruction set is chosen on the machine (PEARL_CPU_ISA names another one). Steps run on as many threads as torch has.
 Invariants: a row's bits do not depend on the rest of the batch nor on the number of threads; a number of the pool that is no
 key or value of a sequence reaches no result. Serving only: nothing here has a gradient (attention without a pool, which the
 trainer needs, is the reference's). Shapes: T tokens, D hidden, E outputs, H query heads, G kv heads, B head_dim.
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pearl.engine.kernels.cpu_weights import CpuWeights
 from pearl.engine.kernels.interface import Drawn, DrawRows, LayerMark, PagedBatch, ServedDecoder, ServedModel
 from pearl.engine.kernels.reference import ReferenceKernels
 from pearl.engine.models.config import ModelConfig
@@ -31,7 +32,7 @@ def native_cpu() -> tuple[ModuleType | None, str]:
     """(`pearl._C.cpu`, or None; why not)."""
     try:
         module: Any = importlib.import_module("pearl._C")
-        module.cpu.Decoder, module.cpu.sample  # noqa: B018 (missing in older builds)
+        module.cpu.Packing, module.cpu.sample  # noqa: B018 (missing in older builds)
         module.cpu.isa()  # ValueError here, not in the middle of a start, if the environment asks for one that is not there
     except ImportError as error:
         return None, f"pearl._C is not built or cannot be loaded: {error}"
@@ -168,7 +169,7 @@ def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 
 class CpuDecoder:
-    """Implements `interface.ServedDecoder`: matrices packed into memory of their own."""
+    """Implements `interface.ServedDecoder`."""
 
     def __init__(
         self,
@@ -202,14 +203,7 @@ class CpuDecoder:
             sin=_tensor(model.rope_sin),
             pool=_tensor(kv_pool),
         )
-        self._packed = memory((self._native.packed_bytes,), torch.uint8)
-
-    def load(self, release: bool = False) -> None:
-        self._cpu.set_threads(torch.get_num_threads())
-        self._native.load(self._packed.data_ptr(), self._packed.nbytes, release)
-
-    def restore(self) -> None:
-        self._native.restore()
+        self.weights = CpuWeights(cpu, self._native, dict(parameters), memory)
 
     def forward(
         self,
@@ -217,6 +211,7 @@ class CpuDecoder:
         batch: PagedBatch,
         add_up: Callable[[Tensor], None] | None = None,
         mark: LayerMark | None = None,
+        last_rows: list[int] | None = None,
     ) -> Tensor:
         layer_word, layer_base = mark or (0, 0)
         self._cpu.set_threads(torch.get_num_threads())
@@ -230,6 +225,10 @@ class CpuDecoder:
             layer_word=layer_word,
             layer_base=layer_base,
         )
+        if add_up is None and last_rows is not None:
+            hidden_RD = embedded_TD.new_empty(len(last_rows), embedded_TD.shape[1])
+            self._native.forward_last(step, last_rows, _tensor(hidden_RD))
+            return hidden_RD
         hidden_TD = torch.empty_like(embedded_TD)
         if add_up is None:
             self._native.forward(step, _tensor(hidden_TD))
@@ -239,7 +238,7 @@ class CpuDecoder:
             self._native.half(step, half, _tensor(partial_TD))
             add_up(partial_TD)
         self._native.finish(step, _tensor(partial_TD), _tensor(hidden_TD))
-        return hidden_TD
+        return hidden_TD if last_rows is None else hidden_TD[last_rows]
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         self._cpu.set_threads(torch.get_num_threads())

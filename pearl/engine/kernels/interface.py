@@ -9,14 +9,15 @@ kernels' own ("plain" = [token, head_dim]), and part of the layout fingerprint t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from pearl.engine.models.config import ModelConfig
+from pearl.engine.models.params import Box
 from pearl.engine.penalties import PenaltyRows
 
 
@@ -73,18 +74,41 @@ class LayerMark(NamedTuple):
     base: int
 
 
+class PackedWeights(Protocol):
+    """Parameters that kernels keep in an order of their own: in memory for the version that is served, and in a spare one.
+
+    Nothing is served before the first `serve` or `load`. A `Box` is a region of a parameter (`models/params.py`).
+    """
+
+    names: frozenset[str]
+    """The parameters that are kept so; the memory of the others is read as it is."""
+    plain_too: frozenset[str]
+    """Of `names` those whose own memory is read as well."""
+
+    def plan(self, pieces: Iterable[tuple[str, Box, Tensor]]) -> object:
+        """Where tensors of the parameters' dtype, whose rows have no gaps, go: for `write`, as often as wanted, while they
+        live."""
+
+    def write(self, plan: Any, *, spare: bool) -> None:
+        """Packs what the tensors hold now, into the spare memory or into what is served."""
+
+    def serve(self, *, spare: bool) -> None:
+        """From the next step on serves what is in the spare memory, which changes places; or again what was served."""
+
+    def forget(self) -> None:
+        """Gives the spare memory back; it is taken again when it is written to."""
+
+    def load(self, *, release: bool) -> None:
+        """Packs all from the parameters' own memory, and serves it. `release`: that memory may be given back."""
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """What is served of a parameter, bit for bit, as a tensor of its own."""
+
+
 class ServedDecoder(Protocol):
     """A decoder's steps over one pool, from weights in an order of the kernels' own, without a call for every operation."""
 
-    def load(self, release: bool = False) -> None:
-        """Reads the parameters again: a new version of the weights is in them. Nothing is served before the first call.
-
-        `release`: the memory of what was packed may be given back; it then reads as zeros until `restore`, or until it is
-        written again.
-        """
-
-    def restore(self) -> None:
-        """Fills the parameters again whose memory `load` gave back."""
+    weights: PackedWeights
 
     def forward(
         self,
@@ -92,9 +116,11 @@ class ServedDecoder(Protocol):
         batch: PagedBatch,
         add_up: Callable[[Tensor], None] | None = None,
         mark: LayerMark | None = None,
+        last_rows: list[int] | None = None,
     ) -> Tensor:
         """Final-normed hidden states [T, D] of the step; writes its KV. The embeddings are overwritten.
 
+        `last_rows`: [R, D] of these rows alone, in order, each of which is the last of its sequence.
         `add_up` replaces a rank's part by the sum over all ranks; None: the model is not cut. `mark` is set after each layer.
         """
 

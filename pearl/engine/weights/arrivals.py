@@ -30,11 +30,15 @@ class Expected:
     stacked: dict[str, tuple[int, ...]]
     doubles: dict[str, str]
     """Name of a tensor that may come too -> of the one it must be equal to."""
+    whole: dict[str, int]
+    """How many rows each of `single` has: all that must have come."""
 
     @staticmethod
     def of(config: ModelConfig) -> Expected:
         doubles = {spec.also: spec.parts[0].hf_name for spec in param_specs(config) if spec.also is not None}
-        return Expected(single=hf_shapes(config), stacked=hf_shapes(config, stacked=True), doubles=doubles)
+        single = hf_shapes(config)
+        whole = {name: shape[0] for name, shape in single.items()}
+        return Expected(single=single, stacked=hf_shapes(config, stacked=True), doubles=doubles, whole=whole)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of a tensor that may come, None if there is no such tensor."""
@@ -76,7 +80,7 @@ class Arrivals:
 
     def repeat(self, rows: Mapping[str, tuple[int, int]]) -> bool:
         """Notes ranges of rows that have passed all checks before, of the same memory; False if they are not due now."""
-        if any(self._rows.get(name, 0) != first for name, (first, _) in rows.items()):
+        if [self._rows.get(name, 0) for name in rows] != [first for first, _ in rows.values()]:
             return False
         if self._expected.single.keys() != self._expected.stacked.keys():
             for name in rows:
@@ -101,6 +105,8 @@ class Arrivals:
     def missing(self) -> str | None:
         """The tensors that have not come, in words; None if all have."""
         table = self._expected.stacked if self._form in self._expected.stacked else self._expected.single
+        if self._rows == self._expected.whole:
+            return None
         absent = [name for name, shape in table.items() if self._rows.get(name, 0) < shape[0]]
         if not absent:
             return None

@@ -19,6 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+CHECKED_AT_ONCE = 1 << 22
+"""Elements that torch converts at a time to see whether they stay finite."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
@@ -46,22 +49,37 @@ class Memory(Protocol):
     def gaps(self) -> tuple[tuple[int, int], ...]: ...
 
 
+class Putting(Protocol):
+    """Tensors on their way into a message, while both live: as often as wanted."""
+
+    def put(self) -> tuple[int, bool]:
+        """As `put`."""
+
+
+def putting(message: Memory, sources: Sequence[Tensor], first: int) -> Putting | None:
+    """What puts what `sources` hold at the time into the message, see `put`; None if `pearl._C` does not serve them."""
+    whole = message.whole
+    module = _serving(whole, message.dtype, sources)
+    if module is None:
+        return None
+    kinds = _kind(module, sources[0].dtype), _kind(module, message.dtype)
+    given, offsets = [_given(tensor) for tensor in sources], message.offsets[first : first + len(sources)]
+    return module.putting(whole.data_ptr(), whole.nbytes, offsets, given, *kinds)
+
+
 def put(message: Memory, sources: Sequence[Tensor], first: int) -> tuple[int | None, bool]:
     """Copies `sources` into the message's tensors from number `first` on, converted to its dtype.
 
     The sum of the 64-bit words that they are part of, modulo 2**64 (None if it was not added up on the way), and whether all
     of them are finite now.
     """
-    whole, some = message.whole, slice(first, first + len(sources))
-    module = _serving(whole, message.dtype, sources)
-    if module is not None:
-        kinds = _kind(module, sources[0].dtype), _kind(module, message.dtype)
-        given = [_given(tensor) for tensor in sources]
-        total, finite = module.put_tensors(whole.data_ptr(), whole.nbytes, message.offsets[some], given, *kinds)
+    native = putting(message, sources, first)
+    if native is not None:
+        total, finite = native.put()
         if finite:
             return total, True
     # What is not finite may have become something else on the way; torch converts it as everywhere.
-    parts = list(message.parts[some])
+    parts = list(message.parts[first : first + len(sources)])
     torch._foreach_copy_(parts, list(sources))
     return None, _all_finite(parts)
 
@@ -105,6 +123,15 @@ def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> bool:
     return _all_finite(targets)
 
 
+def finite(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all values are finite once they are of `dtype`. One pass; what torch converts, it does a part at a time."""
+    module = _serving(tensor, dtype, [tensor]) if tensor.numel() else None
+    if module is not None:
+        return module.look_at_tensors([_given(tensor)], _kind(module, tensor.dtype), _kind(module, dtype))
+    rows = max(1, CHECKED_AT_ONCE * tensor.shape[0] // max(1, tensor.numel()))
+    return all(_all_finite([part.to(dtype)]) for part in tensor.split(rows))
+
+
 @functools.cache
 def native() -> ModuleType | None:
     """`pearl._C`, None if it is not built (or was, before it had these passes)."""
@@ -112,7 +139,7 @@ def native() -> ModuleType | None:
         module = importlib.import_module("pearl._C")
     except ImportError:
         return None
-    return module if hasattr(module, "put_tensors") else None
+    return module if hasattr(module, "putting") else None
 
 
 def _serving(memory: Tensor, dtype: torch.dtype, tensors: Sequence[Tensor]) -> ModuleType | None:

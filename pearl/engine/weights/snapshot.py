@@ -28,9 +28,10 @@ from torch import Tensor
 from pearl.engine.host_memory import address_of, open_address, reserve
 from pearl.engine.models.config import ModelConfig
 from pearl.engine.models.params import hf_shapes
-from pearl.engine.weights.arrivals import FLOAT_DTYPES, Arrivals, Expected, NamedRows
+from pearl.engine.weights.arrivals import FLOAT_DTYPES, Expected, NamedRows
 from pearl.engine.weights.buckets import Bucket, fingerprint, plan_buckets
-from pearl.engine.weights.message import Message, not_finite
+from pearl.engine.weights.filling import Filling, Refill, places_in
+from pearl.engine.weights.message import Message
 from pearl.engine.weights.transfer import BUCKET_BYTES
 
 HEADER_BYTES = 4096
@@ -97,11 +98,11 @@ class Lease:
         """(Hugging Face name, rows, number of the first), in the order of the model."""
         return (named for message in self.messages for named in message.rows)
 
-    def check(self) -> None:
-        """ValueError names the first bucket that is not as it was sealed."""
-        for index, message in enumerate(self.messages):
+    def check(self, bucket: int | None = None) -> None:
+        """ValueError names the first bucket that is not as it was sealed, of all or of this one."""
+        for index in range(len(self.messages)) if bucket is None else (bucket,):
             try:
-                message.take(self.version)
+                self.messages[index].take(self.version)
             except ValueError as error:
                 raise ValueError(f"snapshot of version {self.version}: bucket {index + 1}: {error}") from error
 
@@ -211,7 +212,8 @@ class Snapshot:
         self._words[:4] = torch.tensor(self.plan.identity)
         self._words[IDENTITY - 1] = self._slots = slots
         self._messages = [self.plan.messages(self._memory, slot) for slot in range(slots)]
-        self._expected, self._places = Expected.of(config), [_places_in(messages) for messages in self._messages]
+        self._expected, self._places = Expected.of(config), [places_in(messages) for messages in self._messages]
+        self._refills: list[dict[int, Refill]] = [{} for _ in self._messages]
         self._drafting = threading.Lock()
         self._lost: set[int] = set()
 
@@ -234,7 +236,8 @@ class Snapshot:
         if draft is None:
             return False
         try:
-            _Filling(self._expected, self._places[draft.slot], draft).take_all(tensors)
+            filling = Filling(self._expected, self._places[draft.slot], draft.messages, version, self._refills[draft.slot])
+            filling.take_all(tensors)
             draft.finish()
         except BaseException:
             draft.discard()
@@ -262,7 +265,7 @@ class Snapshot:
 
     def close(self) -> None:
         """Gives the memory back once no reader has it mapped any more. Nothing of the snapshot may be used afterwards."""
-        self._messages, self._places, fd, self._fd = [], [], self._fd, -1
+        self._messages, self._places, self._refills, fd, self._fd = [], [], [], self._fd, -1
         if fd >= 0:
             os.close(fd)
 
@@ -288,60 +291,6 @@ class Snapshot:
         _lock(self._fd, UNLOCKED, slot)  # first, so that whoever sees the version can have it
         self._words[VERSIONS + slot] = version
         self._drafting.release()
-
-
-Places = dict[str, list[tuple[int, int, Tensor, int]]]
-"""For each tensor its pieces: number of the bucket, which of its rows, these rows, number of the first row."""
-
-
-def _places_in(messages: Iterable[Message]) -> Places:
-    places: Places = {}
-    for index, message in enumerate(messages):
-        for number, (name, rows, start) in enumerate(message.rows):
-            places.setdefault(name, []).append((index, number, rows, start))
-    return places
-
-
-class _Filling:
-    """Tensors, in any order, on their way into a draft. A bucket is checked and sealed when its last piece has come."""
-
-    def __init__(self, expected: Expected, places: Places, draft: Draft) -> None:
-        self._draft, self._expected, self._places = draft, expected, places
-        self._due = [len(message.rows) for message in draft.messages]
-        self._totals: list[int | None] = [0] * len(draft.messages)
-        """What the rows that have come add to the checksum of each bucket; None if that is not known."""
-
-    @torch.no_grad()
-    def take_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        arrivals = Arrivals(self._expected, self._draft.version)
-        doubles: list[tuple[str, Tensor]] = []
-        for name, tensor in tensors:
-            if arrivals.take(name, tensor) is None:
-                continue
-            if name in self._expected.doubles:
-                doubles.append((name, tensor))
-            elif name in self._places:
-                self._take(name, tensor)
-            else:
-                raise ValueError(f"{name}: a snapshot takes experts one by one, not stacked")
-        if missing := arrivals.missing():
-            raise ValueError(missing)
-        for name, tensor in doubles:
-            own = self._expected.doubles[name]
-            if not all(torch.equal(rows, tensor[at : at + len(rows)].to(rows)) for _, _, rows, at in self._places[own]):
-                raise ValueError(f"{name}: differs from {own}, but the model ties them")
-
-    def _take(self, name: str, tensor: Tensor) -> None:
-        for index, number, rows, start in self._places[name]:
-            message, before = self._draft.messages[index], self._totals[index]
-            part = tensor if rows.shape == tensor.shape else tensor[start : start + rows.shape[0]]
-            total, finite = message.put([part], number)
-            if not finite:
-                raise ValueError(not_finite([(name, rows)]))
-            self._totals[index] = None if total is None or before is None else (before + total) % (1 << 64)
-            self._due[index] -= 1
-            if not self._due[index]:
-                message.seal(self._draft.version, self._totals[index])
 
 
 def digest_of(messages: Iterable[Message]) -> int:

@@ -168,6 +168,42 @@ def test_bits_do_not_depend_on_company_pieces_or_threads(isa: str, dtype: torch.
             assert all(torch.equal(a, b) for a, b in zip(ours, alone, strict=True)), (threads, chunk)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("isa", _C.cpu.supported_isas())
+@pytest.mark.parametrize("family", ["dense", "experts"])
+def test_some_last_rows_alone_have_the_bits_of_all(isa: str, family: str) -> None:
+    """Decode rows and prompts of a length each; any of them may be left out, one that has no token, or all."""
+    model = hf_models.randomise(hf_models.dense() if family == "dense" else hf_models.moe())
+    lengths, decoder = (1, 1, 7, 30, 1), decoder_of(model)
+    tokens, starts = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
+    batch = PagedBatch(
+        positions_T=torch.cat([torch.arange(n) for n in lengths]),
+        slot_mapping_T=torch.cat([32 * s + torch.arange(n) for s, n in enumerate(lengths)]),
+        query_starts_S1=starts.int(),
+        context_lens_S=torch.tensor(lengths, dtype=torch.int32),
+        block_tables_SN=torch.tensor([[2 * s, 2 * s + 1] for s in range(len(lengths))], dtype=torch.int32),
+        num_decodes=0,
+        max_query_len=max(lengths),
+        max_context_len=max(lengths),
+    )
+    ids = torch.randint(0, 100, (tokens,), generator=torch.Generator().manual_seed(1))
+    ends = (starts[1:] - 1).tolist()
+    with machine(isa):
+        served, pool = served_of(decoder, blocks=10)
+        served.weights.load(release=False)
+        every = served.forward(decoder.embedded(ids), batch)
+        filled = pool.clone()
+        for rows in (ends, ends[:2], ends[2:4], [ends[0], ends[3]], ends[-1:], []):
+            pool.zero_()
+            some = served.forward(decoder.embedded(ids), batch, last_rows=rows)
+            assert torch.equal(some, every[rows]) and torch.equal(pool, filled)
+        for rows in ([ends[2] - 1], [ends[1], ends[0]], [ends[0], ends[0]], [tokens], [-1]):
+            with pytest.raises(ValueError, match="must be the last of a sequence, after the one before"):
+                served.forward(decoder.embedded(ids), batch, last_rows=rows)
+        parts = served.forward(decoder.embedded(ids), batch, lambda partial: None, last_rows=ends[1:3])
+        assert torch.equal(parts, served.forward(decoder.embedded(ids), batch, lambda partial: None)[ends[1:3]])
+
+
 # ---------------------------------------------------------------------------------------------------- weights and refusals
 
 
@@ -197,12 +233,12 @@ def test_new_weights_are_served_after_load_and_not_before() -> None:
     served, _ = served_of(decoder)
     with pytest.raises(ValueError, match="load: no weights have been packed yet"):
         served.forward(decoder.embedded(ids), step_of(3))
-    served.load()
+    served.weights.load(release=False)
     before = served.forward(decoder.embedded(ids), step_of(3))
     other = dict(decoder_of(hf_models.randomise(hf_models.dense(seed=1), 1)).named_parameters())
     for name, value in decoder.named_parameters():
         value.copy_(other[name])
-    served.load()
+    served.weights.load(release=False)
     after = served.forward(decoder.embedded(ids), step_of(3))
     again = served.forward(decoder.embedded(ids), step_of(3))
     assert not torch.equal(before, after) and torch.equal(after, again)
@@ -214,7 +250,7 @@ def test_a_mark_says_how_many_layers_are_written(ranks: int) -> None:
     """Over ranks it is looked at between the halves: a layer counts from its attention on, when its keys are in the pool."""
     decoder = decoder_of(hf_models.dense(num_hidden_layers=3))
     served, pool = served_of(decoder)
-    served.load()
+    served.weights.load(release=False)
     word, seen = torch.tensor([-1]), []
 
     def look(partial_TD: Tensor) -> None:
@@ -232,7 +268,7 @@ def test_a_mark_says_how_many_layers_are_written(ranks: int) -> None:
 def test_an_empty_step_and_no_rows() -> None:
     decoder = decoder_of(hf_models.dense())
     served, _ = served_of(decoder)
-    served.load()
+    served.weights.load(release=False)
     empty = step_of(0, query_starts_S1=torch.zeros(1, dtype=torch.int32), context_lens_S=torch.zeros(0, dtype=torch.int32))
     empty = dataclasses.replace(empty, block_tables_SN=torch.zeros(0, 1, dtype=torch.int32))
     assert served.forward(torch.zeros(0, 32), empty).shape == (0, 32)
@@ -257,7 +293,7 @@ def test_an_empty_step_and_no_rows() -> None:
 def test_a_step_that_names_what_is_not_there_is_refused(changes: dict[str, Tensor], words: str) -> None:
     decoder = decoder_of(hf_models.dense())
     served, pool = served_of(decoder)
-    served.load()
+    served.weights.load(release=False)
     before = pool.clone()
     with pytest.raises(ValueError, match=words):
         served.forward(torch.zeros(3, 32), step_of(3, **changes))
