@@ -161,11 +161,12 @@ def test_the_only_decode_worker_goes(tmp_path: Path, signum: int) -> None:
 
 @slow
 def test_a_slow_wire_makes_a_worker_slow_and_loses_nothing(tmp_path: Path) -> None:
-    with ElasticJob.begin(tmp_path, "max_steps=8") as job:
+    with ElasticJob.begin(tmp_path, MANY) as job:
         wire = Wire(job.address(), late_s=0.1)
         job.join("slow", wire.address)
         job.serving(1)
-        job.finish()
+        job.step(3)
+        end(job)
         wire.close()
 
 
@@ -180,7 +181,10 @@ def test_ctrl_c_in_every_phase_leaves_nothing(tmp_path: Path, phase: str) -> Non
             return
         job.join("one")
         if phase == "joining":
-            end(job)
+            job.process.send_signal(signal.SIGINT)
+            assert job.process.wait(40) == 130
+            kill(job, "one", signal.SIGTERM)  # it would look for the job for a minute
+            assert job.wait_until_gone(40) is not None, job.family()
             return
         job.until(lambda: "joined" in job.said("one"), "a worker to join")
         if phase != "preparing":
