@@ -297,6 +297,7 @@ class Town:
     def finish_training(self, unfinished: int = 8) -> None:
         """A new version is published, and the trainers idle."""
         self.version += 1
+        self.cluster.publishing(self.version, self.clock.now())
         for rank in self.layout.serving:
             self.engines[rank].update_weights(named(0), self.version)
         self.cluster.published(self.version, self.clock.now())

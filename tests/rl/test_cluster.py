@@ -213,8 +213,8 @@ def test_a_version_is_fetched_by_externals_while_they_serve(folder: Path, tmp_pa
         town.begin_training()
         town.finish_training()
     town.play()
-    town.until(lambda: not town.cluster._fetches)
-    assert town.engines[number].weight_version == town.version
+    town.until(lambda: town.engines[number].weight_version == town.version)
+    town.settled()
 
 
 def test_messages_of_strangers_and_of_the_dead_change_nothing(folder: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import zmq
 
 from pearl.channel import Client
 from pearl.config import ElasticOptions
-from pearl.protocol import Join, Ping, Pong, Refused, ToRank
+from pearl.protocol import Join, Ping, Pong, Ready, Refused, ToRank
 from pearl.rl.members import Externals, name_of, number_of
 
 LIMIT_S = 20.0
@@ -22,18 +22,10 @@ LIMIT_S = 20.0
 def door() -> Iterator[SimpleNamespace]:
     context = zmq.Context()
     externals = Externals(context, ElasticOptions(listen="127.0.0.1:0", heartbeat_s=0.5, silence_s=3.0), 3, 0.0)
-    clients: list[Client] = []
-
-    def connect(name: str) -> Client:
-        clients.append(Client(context, externals.address, name, ToRank))
-        return clients[-1]
-
-    yield SimpleNamespace(externals=externals, connect=connect)
-    for client in clients:
-        client.socket.close(0)
-    assert externals.server is not None
-    externals.server.socket.close(0)
-    context.term()
+    server = externals.server
+    assert server is not None
+    yield SimpleNamespace(externals=externals, connect=lambda name: Client(context, server.address, name, ToRank))
+    context.destroy(linger=0)
 
 
 def until(ready: Callable[[], Any]) -> Any:
@@ -112,6 +104,8 @@ def test_the_silent_are_named_and_others_pinged(door: SimpleNamespace) -> None:
         ask(door, client)
     until(lambda: door.externals.receive() or len(door.externals.joins) == 2)
     numbers = {peer: door.externals.admit(peer, join, 0.0).number for peer, join in door.externals.joins}
+    for number in numbers.values():
+        door.externals.prepared(number, Ready(rank=number, max_model_len=9))
     silent: list[int] = []
     for now in range(1, 5):
         silent += door.externals.watch(float(now))
