@@ -104,8 +104,8 @@ class TrainerOptions:
     """How a training rank computes. `train_layers`: only the last so many layers and the final norm are trained (None: all).
 
     With `compute_dtype` bfloat16, factors of matrix products and attention are in bf16; weights, gradients, optimizer, norms,
-    residuals and logits stay in fp32. `checkpoint_layers` keeps only the layers' inputs for the backward pass and computes the rest
-    again. Log-probs are made of as many logits at a time as `logits_rows` tokens have.
+    residuals and logits stay in fp32. `checkpoint_layers` keeps only the layers' inputs for the backward pass and computes the
+    rest again. Log-probs are made of as many logits at a time as `logits_rows` tokens have.
     """
 
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
