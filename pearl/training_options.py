@@ -30,8 +30,8 @@ class AlgorithmOptions:
     importance (of the token, or of its whole sequence), truncated at the cap (1, as in V-trace, is steady; 2 learns faster
     and sometimes collapses), or masked where it leaves [1/cap, cap].
 
-    With a critic (ppo): discount `gamma`, `gae_lambda`, both per token or per turn (`gae_level`), and the critic's own
-    learning rate (None: the policy's).
+    With a critic (ppo): discount `gamma`, `gae_lambda`, both per token or per turn (`gae_level`). The critic is a model of its
+    `own`, with its own learning rate (None: the policy's), or a head on the policy's `trunk`, whose loss counts `value_coef`.
     """
 
     name: Literal["grpo", "dapo", "rloo", "reinforce++", "ppo", "gspo", "cispo"] = "grpo"
@@ -53,7 +53,9 @@ class AlgorithmOptions:
     gamma: float = 1.0
     gae_lambda: float = 0.95
     gae_level: Literal["token", "turn"] = "token"
+    critic: Literal["own", "trunk"] = "own"
     critic_lr: float | None = None
+    value_coef: float = 0.5
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -78,8 +80,11 @@ class AlgorithmOptions:
                 f"algorithm.filter_zero_variance=True: name={self.name} learns from equal rewards too, must be false"
             )
         within(self, "algorithm", 0, 1, "gamma", "gae_lambda")
+        above_zero(self, "algorithm", "value_coef")
         if self.critic_lr is not None:
             above_zero(self, "algorithm", "critic_lr")
+            if self.critic == "trunk":
+                raise ValueError(f"algorithm.critic_lr={self.critic_lr}: must be none with critic=trunk, see value_coef")
 
     def _check_choices(self) -> None:
         one_of("algorithm.name", self.name, ALGORITHMS)
@@ -90,6 +95,7 @@ class AlgorithmOptions:
         one_of("algorithm.kl_estimator", self.kl_estimator, ("exact", "k1", "k2", "k3"))
         one_of("algorithm.kl_in", self.kl_in, ("loss", "reward"))
         one_of("algorithm.gae_level", self.gae_level, ("token", "turn"))
+        one_of("algorithm.critic", self.critic, ("own", "trunk"))
 
 
 def check_layers(trainer: TrainerOptions, num_layers: int, source: str) -> None:
@@ -104,8 +110,8 @@ class TrainerOptions:
     """How a training rank computes. `train_layers`: only the last so many layers and the final norm are trained (None: all).
 
     With `compute_dtype` bfloat16, factors of matrix products and attention are in bf16; weights, gradients, optimizer, norms,
-    residuals and logits stay in fp32. `checkpoint_layers` keeps only the layers' inputs for the backward pass and computes the rest
-    again. Log-probs are made of as many logits at a time as `logits_rows` tokens have.
+    residuals and logits stay in fp32. `checkpoint_layers` keeps only the layers' inputs for the backward pass and computes the
+    rest again. Log-probs are made of as many logits at a time as `logits_rows` tokens have.
     """
 
     compute_dtype: Literal["float32", "bfloat16"] = "float32"

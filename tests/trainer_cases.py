@@ -28,6 +28,10 @@ ACTOR_CRITIC = {
 """Settings with everything that ranks must agree on: a critic, rewards with KL in them, frozen and recomputed layers."""
 
 
+ON_TRUNK = {"algorithm": AlgorithmOptions(name="ppo", critic="trunk", kl_coef=0.1)}
+"""A value head on the policy."""
+
+
 def folder(path: Path, **changes: Any) -> Path:
     """A model folder without weights; `changes` to its config.json."""
     config = {

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from trainer_cases import ACTOR_CRITIC, NARROW, config, folder
+from trainer_cases import ACTOR_CRITIC, NARROW, ON_TRUNK, config, folder
 
 from pearl.engine.comm.communicator import GroupCommunicator
 from pearl.protocol import TrainStep
@@ -49,6 +49,9 @@ def run(place: Path, own: Path, comm: GroupCommunicator) -> None:
     narrow = Trainer(place / "model", config(**NARROW), comm=comm)
     narrow.set_reference()
     results["narrow"] = after(narrow, [narrow.train_step(steps["equal"][0])])
+    shared = Trainer(place / "model", config(**ON_TRUNK), comm=comm, dtype=torch.float64)
+    shared.set_reference()
+    results["trunk"] = after(shared, [shared.train_step(step) for step in steps["equal"]])
     results["actor-critic"] = actor_critic(place, comm, steps["equal"])
     results["refused"] = refused(trainer, steps["refused"])
     trainer.save(own / "exported")

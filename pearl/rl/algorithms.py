@@ -30,6 +30,11 @@ class Algorithm:
         return self.advantage == "gae"
 
     @property
+    def shares_trunk(self) -> bool:
+        """The critic is a head on the policy."""
+        return self.has_critic and self.options.critic == "trunk"
+
+    @property
     def kl_in_loss(self) -> bool:
         return self.options.kl_coef > 0 and self.options.kl_in == "loss"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pearl.config import Config
 from pearl.rl.algorithms import Algorithm
-from pearl.rl.critic import Critic
+from pearl.rl.critic import ActorCritic, Critic
 from pearl.rl.loss import LossSums, PolicyRows, kl_terms, policy_loss
 from pearl.rl.micro_batch import MicroBatch
 from pearl.rl.sharding import whole
@@ -19,21 +19,25 @@ from pearl.rl.token_terms import Head, TokenTerms, token_terms
 from pearl.rl.trained_decoder import TrainedDecoder
 
 
-def terms_of(decoder: TrainedDecoder, batch: MicroBatch, config: Config, head: Head | None = None) -> TokenTerms:
-    """The terms of the trained rows only: the vocabulary is by far the widest thing in the model."""
+def terms_of(
+    decoder: TrainedDecoder, batch: MicroBatch, config: Config, head: Head | None = None
+) -> tuple[TokenTerms, Tensor | None]:
+    """The terms of the trained rows only (the vocabulary is by far the widest thing in the model); an ActorCritic's values."""
 
-    def then(hidden_ND: Tensor, weight_VD: Tensor) -> TokenTerms:
+    def then(hidden_ND: Tensor, weight_VD: Tensor) -> tuple[Tensor, ...]:
         how = {"temperature": config.rollout.temperature, "rows": config.trainer.logits_rows, "narrow": decoder.narrow}
-        return token_terms(hidden_ND, weight_VD, batch.targets_N, reference=head, **how)
+        terms = token_terms(hidden_ND, weight_VD, batch.targets_N, reference=head, **how)
+        return (*terms, decoder.values_of(hidden_ND)) if isinstance(decoder, ActorCritic) else (*terms,)
 
-    return decoder.run(batch, then)
+    logprobs_N, entropy_N, kl_N, *values = decoder.run(batch, then)
+    return TokenTerms(logprobs_N, entropy_N, kl_N), values[0] if values else None
 
 
 @torch.no_grad()
 def referred(reference: TrainedDecoder, batch: MicroBatch, config: Config) -> tuple[Head | None, Tensor]:
     """The reference's part in KL terms: what its distributions are made of if they are exact, or its log-probs."""
     if config.algorithm.kl_estimator != "exact":
-        return None, terms_of(reference, batch, config).logprobs_N
+        return None, terms_of(reference, batch, config)[0].logprobs_N
     hidden_ND = reference.run(batch, lambda hidden_ND, _: hidden_ND)
     return Head(hidden_ND, whole(reference.head_weight())), torch.zeros_like(batch.weights_N)
 
@@ -42,11 +46,11 @@ def referred(reference: TrainedDecoder, batch: MicroBatch, config: Config) -> tu
 def scored(
     decoder: TrainedDecoder, reference: TrainedDecoder | None, critic: Critic | None, batch: MicroBatch, config: Config
 ) -> MicroBatch:
-    """The batch with its log-probs under the present weights; with a `reference`, KL terms, with a `critic`, values."""
+    """The batch with its log-probs under the present weights; with a `reference`, KL terms, with a critic or head, values."""
     head, reference_N = (None, None) if reference is None else referred(reference, batch, config)
-    terms = terms_of(decoder, batch, config, head)
+    terms, values_N = terms_of(decoder, batch, config, head)
     kl_N = None if reference_N is None else kl_terms(terms, reference_N, config.algorithm.kl_estimator)
-    values_N = None if critic is None else critic.values(batch)
+    values_N = values_N if critic is None else critic.values(batch)
     return batch.having(proximal_N=terms.logprobs_N, kl_N=kl_N, values_N=values_N)
 
 

@@ -59,8 +59,9 @@ def named_hf_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
 def gathered(decoder: Decoder, *, keep: bool) -> dict[str, Tensor]:
     """All parameters, whole and on the host, on the ranks that `keep` them, nothing on the others."""
     held: dict[str, Tensor] = {}
-    for name, parameter in decoder.named_parameters():
-        tensor = whole(parameter)
+    parameters = dict(decoder.named_parameters())  # a value head is among them
+    for name in (spec.name for spec in param_specs(decoder.config)):
+        tensor = whole(parameters[name])
         if keep:
             held[name] = tensor.cpu()
     return held

@@ -1,8 +1,9 @@
 """A run as one page: `python -m pearl.rl.report RUN` writes RUN/report.html, which needs no network and no other file.
 
-Owns what is shown and in which order: the outcome, curves, where time went, who did what when (from trace.json where there is
-one), what the cluster became (from transitions.jsonl), staleness, and sample trajectories with their tokens coloured by log-prob. It reads what a run has written, also while
-it goes on. Invariant: every text of a run is escaped: no word of a model becomes part of the page. Torch-free.
+Owns what is shown and in which order: the outcome, curves, where time went, who did what when (from trace.json where there
+is one), what the cluster became (from transitions.jsonl), staleness, and sample trajectories with their tokens coloured by
+log-prob. It reads what a run has written, also while it goes on. Invariant: every text of a run is escaped: no word of a
+model becomes part of the page. Torch-free.
 """
 
 from __future__ import annotations

@@ -41,12 +41,12 @@ def measured_gain_s(place: int, changes: Sequence[Row], steps: Sequence[Row]) ->
     if not changes[place].get("ok"):
         return None
     counts = [row.get("transitions") for row in steps]
-    before = [row["time_s"] for row, known in zip(steps, counts, strict=True) if known == place and is_number(row.get("time_s"))]
+    timed = [(row["time_s"], known) for row, known in zip(steps, counts, strict=True) if is_number(row.get("time_s"))]
+    before = [seconds for seconds, known in timed if known == place]
     ending = next((index for index, known in enumerate(counts) if is_number(known) and known > place), None)
     if ending is None or counts[ending] != place + 1:
         return None  # not finished yet, or others were within the same step
-    later = [row for row, known in zip(steps[ending + 1 :], counts[ending + 1 :], strict=True) if known == place + 1]
-    after = [row["time_s"] for row in later if is_number(row.get("time_s"))]
+    after = [seconds for seconds, known in timed if known == place + 1][1:]  # without the step in which it was finished
     if place > 0:
         before = before[1:]  # the step in which the change before was finished
     if not before or not after:
@@ -101,6 +101,6 @@ def _timeline(changes: list[Row]) -> str:
 def _note() -> str:
     return (
         "<p class='legend'>Gain: what a batch was to take less, and by how much the mean of up to "
-        f"{NEAR} steps after the change is below that of up to {NEAR} steps before it; nothing where another change was too near."
-        "</p>"
+        f"{NEAR} steps after the change is below that of up to {NEAR} steps before it; nothing where another change was too "
+        "near.</p>"
     )

@@ -1,4 +1,4 @@
-"""Beginnings that sequences of a pass have in common, computed once: siblings start from the same prompt, turns from the same past.
+"""What sequences of a pass have in common at their beginning, computed once: siblings begin with the same prompt.
 
 Owns which positions are the same, and attention over rows of which several sequences are made. It does not know models,
 losses or plans. Invariant: two positions are one row only if their tokens, and all tokens before them in their sequences,

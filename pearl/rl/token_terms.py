@@ -24,7 +24,6 @@ from torch.autograd.function import once_differentiable
 
 from pearl.engine.kernels.narrow import wide_product
 
-
 COLUMNS = 1024
 """Pieces of the vocabulary have at least as many columns: narrower ones cost more time than they save memory."""
 

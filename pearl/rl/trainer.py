@@ -40,7 +40,7 @@ from pearl.rl.algorithms import algorithm_of
 from pearl.rl.asleep import Asleep
 from pearl.rl.checkpoint import save_policy
 from pearl.rl.credit import assign, greatest, needs_scores, sequence_advantages
-from pearl.rl.critic import CRITIC_SUMS, Critic, critic_metrics
+from pearl.rl.critic import CRITIC_SUMS, ActorCritic, Critic, critic_metrics, joint_loss
 from pearl.rl.loss import POLICY_METRICS, SFT_METRICS, sft_loss
 from pearl.rl.micro_batch import MicroBatch, build, check
 from pearl.rl.optimizer import FlatParameters, Parameters, adamw, clip_, learning_rate, moments, prime, update, updates_made
@@ -50,11 +50,8 @@ from pearl.rl.trained_decoder import TrainedDecoder, prepare
 from pearl.rl.trainer_state import Facts, read_facts, read_tensors, write_state
 from pearl.rl.training_step import TrainingStep
 
-CRITIC = "critic"
-"""The name of the critic's optimizer, beside those of the objectives."""
-
-VALUES = "values."
-"""What the names of the critic's parameters begin with in a state."""
+CRITIC = "critic"  # the name of the critic's optimizer, beside those of the objectives
+VALUES = "values."  # what the names of the critic's parameters begin with in a state
 
 
 class NonFiniteError(ArithmeticError):
@@ -89,7 +86,7 @@ class Trainer:
         self._kernels = NarrowKernels() if config.trainer.compute_dtype == "bfloat16" else ReferenceKernels()
         self._mesh = mesh_of(self._comm.group, self.device) if self._comm.size > 1 else None  # type: ignore[attr-defined]
         self.algorithm = algorithm_of(config.algorithm)
-        self.decoder = self._new_decoder()
+        self.decoder = self._new_policy()
         policy_weights.fill(self.decoder, self.folder, config.seed, keep=self._comm.rank == 0)
         self._parameters = self._parameters_of(self.decoder)
         self._reference: TrainedDecoder | None = None
@@ -100,11 +97,9 @@ class Trainer:
         self._policy_steps = 0
         self._engine_ratio = config.rollout.top_p == 1.0 and config.rollout.top_k <= 0
         if not self._engine_ratio:
-            warnings.warn(
-                f"rollout.top_p={config.rollout.top_p}, rollout.top_k={config.rollout.top_k}: the engine's log-probs are of "
-                "a cut distribution, so ratios refer to the policy at the start of each step and do not correct for staleness",
-                stacklevel=2,
-            )
+            cut = f"rollout.top_p={config.rollout.top_p}, rollout.top_k={config.rollout.top_k}: the engine's log-probs are of a"
+            ratios = "ratios refer to the policy at the start of each step and do not correct for staleness"
+            warnings.warn(f"{cut} cut distribution, so {ratios}", stacklevel=2)
 
     @property
     def comm(self) -> Communicator:
@@ -115,7 +110,7 @@ class Trainer:
         self._check_awake()
         self._reference = None
         if self.config.algorithm.kl_coef > 0:
-            self._reference = self._new_decoder().requires_grad_(False)
+            self._reference = self._new_policy().requires_grad_(False)
             for ours, theirs in zip(self._reference.parameters(), self.decoder.parameters(), strict=True):
                 own_rows(ours)[1].copy_(own_rows(theirs)[1])
         self._optimizers = {}
@@ -153,7 +148,7 @@ class Trainer:
         self._check_awake()
         facts = read_facts(Path(path), self._facts())
         keeps_reference = facts.reference and self.config.algorithm.kl_coef > 0
-        self._reference = self._new_decoder().requires_grad_(False) if keeps_reference else None
+        self._reference = self._new_policy().requires_grad_(False) if keeps_reference else None
         self._optimizers = {}
         self._new_critic()
         for name in (name for name in facts.updates if name != CRITIC or self._critic is not None):
@@ -240,11 +235,11 @@ class Trainer:
         )
 
     def _check_ready(self) -> None:
-        kl_coef = self.config.algorithm.kl_coef
-        if kl_coef > 0 and self._reference is None:
-            raise ValueError(f"algorithm.kl_coef={kl_coef}: set_reference() must come before a policy step")
-        if self.algorithm.has_critic and self._critic is None:
-            raise ValueError(f"algorithm.name={self.config.algorithm.name}: set_reference() must come before a policy step")
+        options, own_critic = self.config.algorithm, self.algorithm.has_critic and not self.algorithm.shares_trunk
+        lacks_reference = options.kl_coef > 0 and self._reference is None
+        if lacks_reference or (own_critic and self._critic is None):
+            why = f"kl_coef={options.kl_coef}" if lacks_reference else f"name={options.name}"
+            raise ValueError(f"algorithm.{why}: set_reference() must come before a policy step")
 
     def _build(self, step: TrainingStep, number: int, indices: list[int]) -> MicroBatch:
         return build(
@@ -265,12 +260,15 @@ class Trainer:
     def _update(self, step: TrainingStep, number: int, batches: list[MicroBatch]) -> None:
         """One update of the policy, and of the critic if there is one: both, or neither."""
         self._parameters.zero_gradients()
-        sums = torch.zeros_like(step.sums)
+        sums = torch.zeros(len(step.sums) + len(CRITIC_SUMS), dtype=torch.float64, device=self.device)
         for batch in batches:
-            sums += self._accumulate(step, batch)
+            sums += self._accumulate(step, number, batch)
         totals, norm = self._reduced(step, number, self._parameters, sums)
+        totals, of_values = totals.split((len(step.sums), len(CRITIC_SUMS)))
         step.norms.append(norm)
         step.sums += torch.cat((totals[:1] * step.trained[number], totals[1:]))
+        if step.is_policy and self.algorithm.shares_trunk:
+            step.critic.append(critic_metrics(of_values.tolist(), step.trained[number]))
         taught = self._teach(step, number, batches) if step.is_policy and self._critic is not None else None
         with self._timed(step, "optimizer"):
             self._apply(step.command.objective, norm, step.lr)
@@ -293,24 +291,26 @@ class Trainer:
         clip_(self._trained(name), self.config.optimizer.max_grad_norm, norm)
         update(self._optimizers[name], lr)
 
-    def _accumulate(self, step: TrainingStep, batch: MicroBatch) -> Tensor:
-        """Adds one micro-batch's share to the gradients; returns its metric sums."""
+    def _accumulate(self, step: TrainingStep, number: int, batch: MicroBatch) -> Tensor:
+        """Adds one micro-batch's share of the update to the gradients; its metric sums, and CRITIC_SUMS of a value head."""
         head, reference_N = None, None
         if step.is_policy and self.algorithm.kl_in_loss:
             assert self._reference is not None
             with self._timed(step, "reference"):
                 head, reference_N = referred(self._reference, batch, self.config)
         with self._timed(step, "forward"):
-            terms = terms_of(self.decoder, batch, self.config, head)
+            terms, values_N = terms_of(self.decoder, batch, self.config, head)
             if step.is_policy:
                 result = loss_of(terms, batch, self.algorithm, reference_N, engine_ratio=self._engine_ratio)
             else:
                 result = sft_loss(terms, batch.weights_N)
         if step.is_policy and batch.proximal_N is None:
             step.add_drift(result.logprobs_N, batch)
+        coef = self.config.algorithm.value_coef if step.is_policy else None
+        loss, of_values = joint_loss(result.loss, values_N, batch, step.trained[number], coef)
         with self._timed(step, "backward"):
-            result.loss.backward()
-        return torch.stack([result.metrics[name] for name in step.metric_names])
+            loss.backward()
+        return torch.cat((torch.stack([result.metrics[name] for name in step.metric_names]), of_values))
 
     def _teach(self, step: TrainingStep, number: int, batches: list[MicroBatch]) -> float:
         """The critic's gradients on the same tokens, and their norm."""
@@ -348,7 +348,7 @@ class Trainer:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def _new_decoder(self, kind: type[TrainedDecoder] = TrainedDecoder) -> Any:
+    def _new_decoder(self, kind: type[TrainedDecoder]) -> Any:
         alone = self._mesh is None
         decoder = kind(self.model_config, self._kernels, dtype=self.dtype, device=self.device, allocate=alone)
         prepare(decoder, self.config.trainer)
@@ -356,9 +356,14 @@ class Trainer:
             shard(decoder, self._mesh, self.device)
         return decoder
 
+    def _new_policy(self) -> TrainedDecoder:
+        return self._new_decoder(ActorCritic if self.algorithm.shares_trunk else TrainedDecoder)
+
     def _new_critic(self) -> None:
-        """A critic that knows nothing yet, with an optimizer, if the algorithm has one."""
-        if self.algorithm.has_critic:
+        """A critic that knows nothing yet, with an optimizer, if the algorithm has one of its own."""
+        if isinstance(self.decoder, ActorCritic):
+            self.decoder.begin()
+        elif self.algorithm.has_critic:
             self._critic = self._new_decoder(Critic)
             self._critic.begin(self.decoder)
             self._critic_parameters = self._parameters_of(self._critic)
@@ -389,6 +394,7 @@ class Trainer:
             shapes={spec.name: spec.shape for spec in param_specs(self.model_config)},
             reference=self._reference is not None,
             policy_steps=self._policy_steps,
+            value_head=self.algorithm.shares_trunk,
             train_layers=self.config.trainer.train_layers or 0,
             updates={name: updates_made(optimizer) for name, optimizer in self._optimizers.items()},
         )

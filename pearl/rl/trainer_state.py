@@ -44,6 +44,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     policy_steps: int
     updates: dict[str, int]
     train_layers: int | None = None
+    value_head: bool = False
     files: dict[str, int] = {}
 
 
@@ -88,6 +89,9 @@ def read_facts(path: Path, expected: Facts) -> Facts:
         raise StateError(f"{path}: a state of version {facts.version}; this release reads version {expected.version}")
     if facts.dtype != expected.dtype:
         raise StateError(f"{path}: the state is in {facts.dtype}, the trainer in {expected.dtype}")
+    if facts.value_head != expected.value_head:
+        with_it = "with" if facts.value_head else "without"
+        raise StateError(f"{path}: algorithm.critic: the state was written {with_it} a value head on the policy's trunk")
     if facts.train_layers not in (None, expected.train_layers):
         theirs, ours = ("all" if count == 0 else count for count in (facts.train_layers, expected.train_layers))
         raise StateError(f"{path}: trainer.train_layers={ours}: must be {theirs} as when the state was written")

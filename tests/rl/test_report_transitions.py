@@ -10,8 +10,8 @@ EVIL = "<b>x</b>"
 
 
 def change(number: int, at: float, **fields: object) -> dict:
-    usual = {"number": number, "at": at, "kind": "switch", "cause": "step_ended", "before": "4M", "after": "1P3D", "gain_s": 2.0}
-    return usual | {"cost_s": 0.1, "seconds": 0.25, "ok": True, "error": "", "forced": False} | fields
+    usual = {"number": number, "at": at, "kind": "switch", "cause": "step_ended", "before": "4M", "after": "1P3D"}
+    return usual | {"gain_s": 2.0, "cost_s": 0.1, "seconds": 0.25, "ok": True, "error": "", "forced": False} | fields
 
 
 def steps(*finished: tuple[float, int]) -> list[dict]:

@@ -20,6 +20,8 @@ from trainer_cases import command, config, folder, sequences
 from pearl.config import AlgorithmOptions, TrainerOptions, resolve
 from pearl.protocol import TrainSequence, TrainStep
 from pearl.rl.advantage import EPSILON
+from pearl.rl.credit import assign
+from pearl.rl.policy_pass import loss_of, terms_of
 from pearl.rl.returns import token_gae, token_rewards
 from pearl.rl.trainer import NonFiniteError, Trainer
 
@@ -31,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rloo, exact in the rewards": {"name": "rloo", "kl_coef": 0.3, "kl_in": "reward", "aggregation": "sequence_sum"},
     "reinforce++": {"name": "reinforce++", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k2"},
     "ppo": {"name": "ppo", "kl_coef": 0.1, "gamma": 0.9, "dual_clip": 3.0},
+    "ppo, trunk": {"name": "ppo", "critic": "trunk", "value_coef": 0.7, "kl_coef": 0.1, "gamma": 0.9},
     "ppo, turns": {"name": "ppo", "gae_level": "turn", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
     "gspo": {"name": "gspo", "clip_low": 0.2, "clip_high": 0.3, "kl_coef": 0.2, "kl_estimator": "k2"},
     "cispo": {"name": "cispo", "aggregation": "fixed", "loss_divisor": 30},
@@ -216,6 +219,52 @@ def test_ppo_gradients_by_hand(model: Path):
     assert metrics["advantage_max"] == pytest.approx(max(means))
     known = torch.cat(values).detach()
     assert metrics["explained_variance"] == pytest.approx(float(1 - (returns - known).square().mean() / returns.var(False)))
+
+
+def test_gradients_with_a_head_on_the_trunk_by_hand(model: Path):
+    """Those of the policy's loss, as a policy without the head has it, and of the weighed loss of its values."""
+    options = {"name": "ppo", "gamma": 0.9, "gae_lambda": 0.8}
+    step = command(with_turns(sequences()))
+    trainer = fresh(model, options | {"critic": "trunk", "value_coef": 0.7})
+    batch = trainer._build(trainer._begin(step), 0, list(range(12)))
+    values = trainer.decoder.run(batch, lambda hidden, _: trainer.decoder.values_of(hidden))
+    batch = trainer._scored(trainer._begin(step), batch)
+    torch.testing.assert_close(batch.values_N, values.detach(), atol=1e-12, rtol=0)
+    [[credited]] = assign(trainer._begin(step), [[batch]], trainer.algorithm, trainer.comm)
+    terms, _ = terms_of(trainer.decoder, batch, trainer.config)
+    ours = loss_of(terms, credited, trainer.algorithm, None, engine_ratio=True).loss
+    loss = ours + 0.7 * 0.5 * (values - credited.returns_N).square().mean()
+    names, parameters = zip(*trainer.decoder.named_parameters(), strict=True)
+    expected = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+    metrics = trainer.train_step(step)
+    assert float(expected["value_head.weight"].abs().max()) > 1e-3
+    for name in names:
+        torch.testing.assert_close(trainer.decoder.get_parameter(name).grad, expected[name], atol=1e-12, rtol=0)
+    assert metrics["value_loss"] == pytest.approx(float(0.5 * (values.detach() - credited.returns_N).square().mean()))
+    assert metrics["critic_s"] == 0.0 and "critic_grad_norm" not in metrics
+
+
+def test_a_head_on_the_trunk_is_in_states_and_in_no_folder(model: Path, tmp_path: Path):
+    options = config(algorithm=AlgorithmOptions(name="ppo", critic="trunk"))
+    trainer = Trainer(model, options)
+    trainer.set_reference()
+    trainer.train_step(command(with_turns(sequences()), objective="sft"))
+    trainer.train_step(command(with_turns(sequences())))
+    head = trainer.decoder.get_parameter("value_head.weight")
+    assert float(head.abs().max()) > 0
+    trainer.save(tmp_path / "policy")
+    assert not any("value" in name for name, _ in trainer.named_hf_tensors())
+    Trainer(tmp_path / "policy", config())
+    trainer.save_state(tmp_path / "state")
+    again = Trainer(model, options)
+    again.load_state(tmp_path / "state")
+    assert torch.equal(again.decoder.get_parameter("value_head.weight"), head)
+    first, second = (one.train_step(command(with_turns(sequences(seed=4)))) for one in (trainer, again))
+    assert first["value_loss"] == second["value_loss"] and torch.equal(again.decoder.get_parameter("value_head.weight"), head)
+    with pytest.raises(ValueError, match="algorithm.critic: the state was written with a value head"):
+        Trainer(model, config(algorithm=AlgorithmOptions(name="ppo"))).load_state(tmp_path / "state")
+    trainer.set_reference()
+    assert not head.any()
 
 
 def test_the_critic_learns_what_trajectories_are_worth(model: Path):

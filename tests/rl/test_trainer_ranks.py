@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor
-from trainer_cases import ACTOR_CRITIC, NARROW, command, config, folder, sequences
+from trainer_cases import ACTOR_CRITIC, NARROW, ON_TRUNK, command, config, folder, sequences
 
 from pearl.protocol import TrainSequence, TrainStep
 from pearl.rl.checkpoint import is_stable
@@ -163,6 +163,19 @@ def test_actor_and_critic_on_several_ranks_equal_those_on_one(ran: tuple[Path, l
     expected |= {f"critic.{name}": tensor for name, tensor in trainer._critic.named_parameters()}
     for result in (result["actor-critic"] for result in results):
         assert_same({name: tensor.detach() for name, tensor in expected.items()}, result["weights"], 1e-9)
+        assert_same_metrics(metrics, result["metrics"], 1e-8)
+
+
+def test_a_value_head_on_several_ranks_equals_that_on_one(ran: tuple[Path, list]):
+    own, results = ran
+    trainer = Trainer(own.parent / "model", config(**ON_TRUNK), dtype=torch.float64)
+    trainer.set_reference()
+    metrics = [trainer.train_step(step) for step in plans(ALONE)["equal"]]
+    gradients = {name: whole(p.grad) for name, p in trainer.decoder.named_parameters()}
+    assert float(gradients["value_head.weight"].abs().max()) > 1e-3 and metrics[0]["value_loss"] > 0
+    for result in (result["trunk"] for result in results):
+        assert_same(gradients, result["gradients"], 1e-8)
+        assert_same(weights(trainer), result["weights"], 1e-9)
         assert_same_metrics(metrics, result["metrics"], 1e-8)
 
 

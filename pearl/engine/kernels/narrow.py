@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pearl.engine.kernels.cpu import native_cpu, wide_linear
-from pearl.engine.kernels.interface import PackedBatch
 from pearl.engine.kernels.padding import LengthGroup, pad_rows, unpad_rows
 from pearl.engine.kernels.reference import ReferenceKernels
 
