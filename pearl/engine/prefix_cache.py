@@ -246,8 +246,4 @@ class SessionChains:
 
 
 def _beginning(token_ids: Sequence[int] | TokenRuns, count: int) -> array[int] | TokenRuns:
-    if not isinstance(token_ids, TokenRuns):
-        return array("q", token_ids[:count])
-    runs = token_ids.copy()
-    runs.cut(count)
-    return runs
+    return token_ids.beginning(count) if isinstance(token_ids, TokenRuns) else array("q", token_ids[:count])

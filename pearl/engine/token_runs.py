@@ -31,6 +31,12 @@ class TokenRuns:
     def copy(self) -> TokenRuns:
         return TokenRuns(self._ends, self._ids)
 
+    def beginning(self, count: int) -> TokenRuns:
+        """The first `count` ids."""
+        runs = self.copy()
+        runs.cut(count)
+        return runs
+
     def bounds(self) -> tuple[int, int]:
         """(least, greatest) id; ValueError if there is none."""
         return min(self._ids), max(self._ids)
@@ -54,14 +60,15 @@ class TokenRuns:
     @overload
     def __getitem__(self, index: int) -> int: ...
     @overload
-    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
-    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+    def __getitem__(self, index: slice) -> tuple[int, ...] | TokenRuns: ...
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...] | TokenRuns:
+        """A slice is a tuple; if it is long and from the beginning, runs."""
         if isinstance(index, slice):
             first, last, ends = index.start, index.stop, self._ends
             if first and last and ends and (ends[-2] if len(ends) > 1 else 0) <= first < last <= ends[-1]:
                 return _same(self._ids[-1], last - first)  # blocks of the last run: nearly all that is asked for
             start, stop, _ = index.indices(len(self))
-            return self._part(start, stop)
+            return self._part(start, stop) if start or stop <= SHORT else self.beginning(stop)
         position = index + len(self) if index < 0 else index
         if not 0 <= position < len(self):
             raise IndexError(f"index {index} of {len(self)} tokens")

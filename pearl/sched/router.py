@@ -9,10 +9,11 @@ to go on with it; short appends stay with the decode worker that holds the KV. M
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from pearl.protocol import Role
+from pearl.sched.standing import Rank, Standing, names
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,6 +84,7 @@ class Router:
     """Requests sent to prefill workers while no decode worker had room for them."""
     _sessions: dict[str, _Session] = field(default_factory=dict)
     _slots: int = 0
+    _standing: Standing = field(default_factory=Standing)
 
     def add_worker(self, worker: str, role: Role = Role.MIXED, capacity: float = 1.0) -> None:
         """A worker begins to serve; one that is known already starts afresh (ValueError if it still has requests)."""
@@ -92,28 +94,32 @@ class Router:
             self.lose_worker(worker)
         self.loads[worker] = WorkerLoad(role=role, capacity=capacity, slot=self._slots)
         self._slots += 1
+        self._stand(worker)
 
     def set_role(self, worker: str, role: Role, capacity: float = 1.0) -> None:
         """The worker's role from now on; it keeps its sessions until they are handed over. Unknown workers are ignored."""
         if worker in self.loads:
             load = self.loads[worker]
             load.role, load.capacity, load.draining = role, capacity, False
+            self._stand(worker)
 
     def drain(self, worker: str) -> list[str]:
         """The worker gets nothing new; returns the sessions whose requests are there. Unknown workers are ignored."""
         if worker in self.loads:
             self.loads[worker].draining = True
+            self._stand(worker)
         return [name for name, session in self._sessions.items() if session.live and session.worker == worker]
 
     def hold(self, worker: str, held: bool) -> None:
         """The worker gets nothing new for as long as it is held; what it has goes on. Unknown workers are ignored."""
         if worker in self.loads:
             self.loads[worker].held = held
+            self._stand(worker)
 
     @property
     def has_takers(self) -> bool:
         """Whether `place` finds a worker."""
-        return any(load.takes for load in self.loads.values())
+        return self._standing.any()
 
     def place(self, session_id: str, prompt_len: int) -> str | None:
         """The worker for this session's next request, which counts as in flight until `done`; None without workers.
@@ -124,10 +130,9 @@ class Router:
         session = self._sessions.get(session_id)
         if session is not None and session.live:
             raise ValueError(f"session_id={session_id!r}: has a request in flight on {session.worker!r}")
-        takers = {name: load for name, load in self.loads.items() if load.takes}
-        if not takers:
+        if not self._standing.any():
             return None
-        worker, target = self._choose(session, prompt_len, takers)
+        worker, target = self._choose(session, prompt_len)
         self.moved += session is not None and (target or worker) != session.worker
         placed = _Session(worker=worker, prompt_len=prompt_len, target=target)
         placed.prefiller = worker if target is not None else session.prefiller if session is not None else None
@@ -151,13 +156,14 @@ class Router:
         session = self._sessions.get(session_id)
         if session is None or not session.live or session.worker != source:
             return None
-        names = [name for name, load in self.loads.items() if name != source and name not in refused and self._decodes(load)]
+        others = self.loads.keys() - {source, *refused}
         for planned in (session.moving_to, session.target):
-            if planned in names:
+            if planned in others and self._decodes(self.loads[planned]):
                 return planned
-        decode = [name for name in names if self.loads[name].role is Role.DECODE] or names
-        able = [name for name in decode if self._credit(name) >= session.prompt_len]
-        return self._least(able or decode) if decode else None
+        able = [name for name in others if self._decodes(self.loads[name])]
+        decode = [name for name in able if self.loads[name].role is Role.DECODE] or able
+        roomy = [name for name in decode if self._credit(name) >= session.prompt_len]
+        return min(roomy or decode, key=self._rank_of, default=None)
 
     def handed_over(self, session_id: str, worker: str) -> None:
         """The request and its KV are with `worker` now. Unknown sessions and workers are ignored."""
@@ -193,6 +199,7 @@ class Router:
         if worker in self.loads:
             load = self.loads[worker]
             load.waiting, load.running, load.free_blocks, load.reported = waiting, running, free_blocks, True
+            self._stand(worker)
 
     def lose_worker(self, worker: str) -> list[str]:
         """The worker is gone: returns the sessions whose requests must be placed again, in the order they were placed."""
@@ -202,6 +209,7 @@ class Router:
                 self._count(session, -1)
             del self._sessions[name]
         self.loads.pop(worker, None)
+        self._standing.remove(worker)
         for session in self._sessions.values():
             session.target = None if session.target == worker else session.target
             session.prefiller = None if session.prefiller == worker else session.prefiller
@@ -245,32 +253,32 @@ class Router:
         load = self.loads[session.worker]
         load.in_flight += sign
         load.prompt_tokens += sign * session.prompt_len
+        self._stand(session.worker)
         if session.target is not None:
             self.loads[session.target].promised += sign
             self.loads[session.target].reserved += sign * session.prompt_len
+            self._stand(session.target)
 
-    def _choose(self, session: _Session | None, prompt_len: int, takers: dict[str, WorkerLoad]) -> tuple[str, str | None]:
+    def _choose(self, session: _Session | None, prompt_len: int) -> tuple[str, str | None]:
         """(worker, decode target or None)."""
-        prefill = [name for name, load in takers.items() if load.role is Role.PREFILL]
-        decode = [name for name, load in takers.items() if load.role is Role.DECODE]
-        whole = [name for name, load in takers.items() if load.role is Role.MIXED]
-        if not prefill or not decode:
-            whole = whole or decode or prefill  # nobody to split it with: whoever is there does all of it
-            return self._affine(session, prompt_len, whole), None
-        holder = takers.get(session.worker) if session is not None else None
-        if session is not None and holder is not None:
-            if holder.role is Role.MIXED:
-                return self._affine(session, prompt_len, whole), None
+        prefill, decode, whole = (self._standing.of(role) for role in (Role.PREFILL, Role.DECODE, Role.MIXED))
+        if not prefill or not decode:  # nobody to split it with: whoever is there does all of it
+            role = Role.MIXED if whole else Role.DECODE if decode else Role.PREFILL
+            return self._affine(session, prompt_len, role), None
+        if session is not None and self._standing.holds(session.worker, Role.MIXED):
+            return self._affine(session, prompt_len, Role.MIXED), None
+        if session is not None and session.worker in self.loads and self.loads[session.worker].takes:
             short = prompt_len - session.prompt_len <= self.append_on_decode_tokens
-            if holder.role is Role.DECODE and short and not self._behind(session, prompt_len, self._least(decode)):
+            decodes = self._standing.holds(session.worker, Role.DECODE)
+            if decodes and short and not self._behind(session, prompt_len, self._least(decode)):
                 return session.worker, None
         elif whole and self._crowding(self._least(whole)) <= self._crowding(self._least(decode)):
             return self._least(whole), None
-        return self._prefiller(session, prompt_len, prefill), self._target(session, prompt_len, decode)
+        return self._prefiller(session, prompt_len), self._target(session, prompt_len)
 
-    def _affine(self, session: _Session | None, prompt_len: int, names: list[str]) -> str:
-        least = self._least(names)
-        if session is None or session.worker not in names or self._behind(session, prompt_len, least):
+    def _affine(self, session: _Session | None, prompt_len: int, role: Role) -> str:
+        least = self._least(self._standing.of(role))
+        if session is None or not self._standing.holds(session.worker, role) or self._behind(session, prompt_len, least):
             return least
         return session.worker
 
@@ -281,24 +289,25 @@ class Router:
         crowded = holder.waiting > 0 and other.waiting == 0 and gap >= 2
         return crowded or gap > self.slack + prompt_len // self.tokens_per_request
 
-    def _prefiller(self, session: _Session | None, prompt_len: int, names: list[str]) -> str:
+    def _prefiller(self, session: _Session | None, prompt_len: int) -> str:
         """The one that has the session's prompt in its cache, unless it is far behind."""
-        least = self._least(names)
-        if session is None or session.prefiller not in names:
+        least = self._least(self._standing.of(Role.PREFILL))
+        if session is None or session.prefiller is None or not self._standing.holds(session.prefiller, Role.PREFILL):
             return least
         gap = self.loads[session.prefiller].in_flight - self.loads[least].in_flight
         return least if gap > self.slack + prompt_len // self.tokens_per_request else session.prefiller
 
-    def _target(self, session: _Session | None, prompt_len: int, names: list[str]) -> str:
+    def _target(self, session: _Session | None, prompt_len: int) -> str:
         """The holder of the KV if it has room, else the least loaded that has, else the least loaded."""
-        able = [name for name in names if self._credit(name) >= prompt_len]
-        held = session.worker if session is not None and session.worker in names else None
-        # what the holder has of the session already needs no room
-        if held is not None and session is not None and self._credit(held) >= prompt_len - session.prompt_len:
-            if not self._behind(session, prompt_len, self._least(names)):
-                return held
-        self.without_credit += not able
-        return self._least(able or names)
+        rows = self._standing.of(Role.DECODE)
+        if session is not None and self._standing.holds(session.worker, Role.DECODE):
+            # what the holder has of the session already needs no room
+            if self._credit(session.worker) >= prompt_len - session.prompt_len:
+                if not self._behind(session, prompt_len, self._least(rows)):
+                    return session.worker
+        able = next((name for name in names(rows) if self._credit(name) >= prompt_len), None)
+        self.without_credit += able is None
+        return able or self._least(rows)
 
     def _credit(self, name: str) -> float:
         """Tokens for which there is room and which nobody was promised; unlimited while it has not reported."""
@@ -309,8 +318,16 @@ class Router:
         load = self.loads[name]
         return (load.in_flight + load.promised) / load.capacity
 
-    def _least(self, names: Iterable[str]) -> str:
-        return min(names, key=self._rank_of)
+    def _least(self, rows: Sequence[tuple[Rank, str]]) -> str:
+        return rows[0][1]
+
+    def _stand(self, name: str) -> None:
+        """Something of this worker has changed."""
+        load = self.loads.get(name)
+        if load is None or not load.takes:
+            self._standing.remove(name)
+        else:
+            self._standing.put(name, load.role, self._rank_of(name))
 
     def _rank_of(self, name: str) -> tuple[float, int, int, int]:
         load = self.loads[name]

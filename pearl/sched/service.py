@@ -166,6 +166,4 @@ class ClusterService:
 
 def _wake(role: WorkerRole, epoch: int, weight_version: int, pulls: list[str]) -> Callable[[int], MemberOrder]:
     wire = protocol.Role(str(role))
-    return lambda number: protocol.Wake(
-        number=number, role=wire, epoch=epoch, weight_version=weight_version, pulls=pulls
-    )
+    return lambda number: protocol.Wake(number=number, role=wire, epoch=epoch, weight_version=weight_version, pulls=pulls)

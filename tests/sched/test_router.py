@@ -34,6 +34,12 @@ def test_equal_counts_are_told_apart_by_tokens_then_free_blocks() -> None:
     assert router.place("s", 10) == "b"
 
 
+def with_requests(router: Router, worker: str, count: int) -> None:
+    """So many requests are there, of sessions that nobody asks for."""
+    router.loads[worker].in_flight = count
+    router._stand(worker)
+
+
 def test_a_session_stays_where_its_kv_is() -> None:
     router = router_of("a", "b")
     assert router.place("s", 10) == "a"
@@ -41,7 +47,7 @@ def test_a_session_stays_where_its_kv_is() -> None:
     router.place("t", 10)
     for number in range(4):
         router.place(f"more{number}", 10)
-    router.loads["a"].in_flight += 3
+    with_requests(router, "a", 3 + router.loads["a"].in_flight)
     assert router.place("s", 500) == "a" and router.moved == 0
 
 
@@ -50,7 +56,7 @@ def test_a_session_leaves_a_worker_that_is_far_behind_unless_it_is_long() -> Non
         router = router_of("a", "b", slack=2, tokens_per_request=1024)
         router.place("s", prompt_len)
         router.done("s")
-        router.loads["a"].in_flight = 4
+        with_requests(router, "a", 4)
         assert router.place("s", prompt_len) == expected
         assert router.moved == (expected == "b")
 
@@ -59,7 +65,7 @@ def test_a_session_leaves_a_worker_with_a_queue() -> None:
     router = router_of("a", "b", slack=100)
     router.place("s", 10)
     router.done("s")
-    router.loads["a"].in_flight = 2
+    with_requests(router, "a", 2)
     router.on_load("a", waiting=3, running=9, free_blocks=0)
     assert router.place("s", 10) == "b"
     router.done("s")
