@@ -5,8 +5,9 @@
 
 Fitted on: rollout times at 16, 24 and 32 rollout GPUs (8B: -10.3 % and a further -8.9 % of the time at 16), 934 s at 16, 216 s
 for a mean trajectory alone; 30B-A3B on 8 workers: the best split against colocated at batches of 32, 80 and 96, and which split
-is best at 48 and 64. Evaluation figures (`bench.sim`) play no part. Environments that stall (1 % of the turns by one source)
-are left out of the draws: with them the slowest environment decides how long a batch takes, and no number of GPUs changes it.
+is best at 48 and 64. Evaluation figures (`bench.sim`) play no part. Environments that stall (1 % of the turns by one source,
+and resets of hundreds of seconds) are left out of the draws: with them the slowest environment decides how long a batch takes,
+and no number of GPUs changes it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ PICKS = {48: 4, 64: 5}
 
 def drawn(rng: np.random.Generator) -> Fitted:
     values = {name: round(float(rng.uniform(*ends)), 4) for name, ends in RANGES.items()}
-    return Fitted(mixing=1.0, stall_share=0.0, slowness=0.0, **values)
+    return Fitted(mixing=1.0, stall_share=0.0, slow_share=0.0, slowness=0.0, **values)
 
 
 def alone_s(load: Workload, fitted: Fitted) -> float:

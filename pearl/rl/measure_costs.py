@@ -113,8 +113,11 @@ class Measuring:
         """Median seconds of a step in which `batch` sequences decode while a prompt of `new` tokens is computed."""
         names, took = self._decoding(batch, context), []
         while self.engine.stats().running >= batch and len(took) < self.grid.steps:
-            self.engine.add_request(self.ids(new), _params(1))
-            took.append(self._timed(self.engine.step_updates))
+            ids = self.ids(new)
+            began = self.timer()
+            self.engine.add_request(ids, _params(1))
+            self.engine.step_updates()
+            took.append(self.timer() - began)
         self._abort(names)
         return statistics.median(took)
 
@@ -132,13 +135,18 @@ class Measuring:
         _drain(self.engine)
 
     def _prefill(self, new: int, prefix: int) -> float:
-        """Seconds of the step that computes `new` tokens behind a cached prefix and samples one."""
+        """Seconds in which a request of `new` tokens behind a cached prefix is taken in, computed, and ends with one token."""
         engine, shared = self.engine, self.ids(prefix)
         if prefix:
             engine.add_request([*shared, *self.ids(1)], _params(1))
             _drain(engine)
-        engine.add_request(shared + self.ids(new), _params(1))
-        return self._timed(lambda: _drain(engine))
+        ids = shared + self.ids(new)
+
+        def serve() -> None:
+            engine.add_request(ids, _params(1))
+            _drain(engine)
+
+        return self._timed(serve)
 
     def changes(self) -> dict[str, ChangeCost]:
         """A change of role, sleep and wake, building the engine; seconds."""

@@ -23,7 +23,8 @@ class Fitted:
     """`overhead_s` per request outside of the engine, `step_overhead_s` of host time per engine step, `prefill_overhead_s` more
     per step that computes prompts (its kernels are launched one by one; the request is tokenized, looked up, admitted), and
     `miss_share` of turns that find nothing cached. `env_factor` and `generated_factor` scale the software family's means;
-    `stall_share` of its turns stall; `slowness` spreads environments' speed over trajectories. `mixing` as in CostProfile."""
+    `stall_share` of its turns and `slow_share` of its resets stall; `slowness` spreads environments' speed over
+    trajectories. `mixing` as in CostProfile."""
 
     overhead_s: float
     step_overhead_s: float
@@ -32,12 +33,13 @@ class Fitted:
     env_factor: float
     generated_factor: float
     stall_share: float
+    slow_share: float
     slowness: float
     mixing: float
 
     def __post_init__(self) -> None:
         at_least(self, "fitted", 0, "overhead_s", "step_overhead_s", "prefill_overhead_s", "slowness")
-        within(self, "fitted", 0, 1, "miss_share", "stall_share", "mixing")
+        within(self, "fitted", 0, 1, "miss_share", "stall_share", "slow_share", "mixing")
         above_zero(self, "fitted", "env_factor", "generated_factor")
 
     def costs(self, given: CostProfile) -> CostProfile:
@@ -52,6 +54,7 @@ class Fitted:
             generated=replace(given.generated, mean=given.generated.mean * self.generated_factor),
             env_s=replace(given.env_s, mean=given.env_s.mean * self.env_factor),
             stall_share=self.stall_share,
+            slow_share=self.slow_share,
             slowness=self.slowness,
         )
 
