@@ -46,7 +46,10 @@ class SnapshotWriter(RankPublisher):
         self._trainer, self._snapshot, self.timeout_s = trainer, snapshot, timeout_s
 
     def poll(self) -> Metrics | None:
-        if not self._snapshot.write(self._trainer.named_hf_tensors(), self.version, wait_s=0.0):
+        tensors: Iterable[tuple[str, Tensor]] = self._trainer.named_hf_tensors()
+        if len(self._snapshot.plan.buckets) == 1:
+            tensors = list(tensors)  # so small a model is there as a whole at no cost, and then written in one call
+        if not self._snapshot.write(tensors, self.version, wait_s=0.0):
             _check_patience(self._began, self.timeout_s, f"version {self.version}", SLOW_ENGINES)
             return None
         return self._metrics(self._snapshot.plan.slot_bytes, 0.0)

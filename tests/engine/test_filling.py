@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import hf_models
 import pytest
 import torch
@@ -56,7 +58,7 @@ def test_memory_that_is_filled_again_is_read_again_without_a_look_at_names(looks
         for _, tensor in pairs:
             tensor.add_(0.25)
         looks.clear()
-        assert snapshot.write(iter(pairs), version)
+        assert snapshot.write(pairs, version)
         assert looks == (NAMES if version < 2 else [])  # each slot once
         assert_holds(snapshot, pairs)
 
@@ -95,3 +97,19 @@ def test_mistakes_in_what_was_known_are_found(snapshot: Snapshot) -> None:
     tensor.copy_(before)
     assert snapshot.write(pairs, 2)
     assert_holds(snapshot, pairs)
+
+
+def test_what_comes_one_by_one_is_read_before_the_next_is_asked_for(snapshot: Snapshot) -> None:
+    """One buffer may serve all tensors of a generator."""
+    buffer = torch.empty(max(tensor.numel() for tensor in TENSORS.values()))
+
+    def lazy() -> Iterator[tuple[str, Tensor]]:
+        for name in NAMES:
+            view = buffer[: TENSORS[name].numel()].view(TENSORS[name].shape)
+            view.copy_(TENSORS[name])
+            yield name, view
+        buffer.fill_(7.0)
+
+    for version in range(4):
+        assert snapshot.write(lazy(), version)
+        assert_holds(snapshot, fresh())

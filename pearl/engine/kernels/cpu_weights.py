@@ -59,7 +59,6 @@ class CpuWeights:
         self._native.load(self._address(False), self._bytes, release)
 
     def read(self, name: str, box: Box) -> Tensor:
-        self._cpu.set_threads(torch.get_num_threads())
         tensor = torch.empty([high - low for low, high in box[-2:]], dtype=self._parameters[name].dtype)
         [rows] = _rows(name, box, tensor)
         self._native.unpack(rows, self._address(False), self._bytes)

@@ -58,8 +58,9 @@ class Filling:
 
     @torch.no_grad()
     def take_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Of a sequence whole buckets at once; of anything else each tensor before the next one is asked for."""
         coming = iter(tensors)
-        for index, message in enumerate(self._messages):
+        for index, message in enumerate(self._messages if isinstance(tensors, Sequence) else ()):
             if not all(piece.shape == self._expected.single[piece.hf_name] for piece in message.bucket.pieces):
                 break  # a tensor that several buckets share
             pairs = list(islice(coming, len(message.bucket.pieces)))
