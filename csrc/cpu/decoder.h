@@ -1,7 +1,8 @@
 // A decoder's forward pass over the paged pool: whole steps, or half layers between which several ranks add up their parts.
 //
 // Reads the plain norms, biases and rotary tables where they lie; matrices are packed, in memory of the caller's that holds all
-// of one version, and another version is served by using other memory (`use`). The residual stream is the caller's memory, rounded to the model's dtype after every addition.
+// of one version, and another version is served by using other memory (`use`). The residual stream is the caller's memory,
+// rounded to the model's dtype after every addition.
 // Invariant: what it computes for a token depends on the token, its sequence and the weights, bit for bit: not on the rest of
 // the batch, on chunks or threads. It knows no requests and no blocks but those that a step names.
 #pragma once
@@ -124,8 +125,8 @@ class Decoder {
     void pack(const std::vector<PlainRows>& rows, void* packed) const;
     // Steps multiply with what is packed there from now on; the memory must stay.
     void use(void* packed);
-    // Packs all matrices from their plain memory, and uses them. With `release` that memory goes back to the system, each as soon
-    // as it is packed; but that of the embedding.
+    // Packs all matrices from their plain memory, and uses them. With `release` that memory goes back to the system, each as
+    // soon as it is packed; but that of the embedding.
     void load(void* packed, bool release);
     // Writes rows of what is packed there, bit for bit, one after the other.
     void unpack(const PlainRows& rows, void* packed, void* plain) const;

@@ -64,7 +64,8 @@ static inline void transpose(const char* rows, std::int64_t stride, char* column
         a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
     }
     for (int j = 0; j < 4; ++j) {  // a[4 g + j]: in quarter q word 4 q + j of rows 4 g .. 4 g + 3
-        const __m512i upper_even = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), upper_odd = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
+        const __m512i upper_even = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88);
+        const __m512i upper_odd = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
         const __m512i lower_even = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
         const __m512i lower_odd = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
         b[j] = _mm512_shuffle_i32x4(upper_even, lower_even, 0x88);
