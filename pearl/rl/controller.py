@@ -177,11 +177,11 @@ class Controller:
 
     def _invite(self) -> None:
         """Says where external workers may join, to people and in the run directory."""
-        if self.externals.address:
+        if self.externals.invitation:
             path = self.run / JOIN_ADDRESS
             path.touch(mode=0o600)
-            path.write_text(self.externals.address + "\n")
-            self.notice(f"workers may join: python -m pearl.rl.join {self.externals.address}")
+            path.write_text(self.externals.invitation + "\n")
+            self.notice(f"workers may join: python -m pearl.rl.join {self.externals.invitation}")
 
     def end(self, stop: Stop) -> None:
         """Tells the ranks and ends the environments; never raises."""

@@ -56,15 +56,16 @@ class Member:
 class Externals:
     """The external workers of a job. Without `options.listen` there are none, and nothing is bound.
 
-    `address` is where they join, "HOST:PORT/TOKEN"; one of before (`known`) is kept, so that workers find a resumed job again.
-    `dropped` counts messages by reason.
+    `address` is the socket's, `invitation` what a worker is given, "HOST:PORT/TOKEN"; one of before (`known`) is kept, so that
+    workers find a resumed job again. `dropped` counts messages by reason.
     """
 
     def __init__(self, context: zmq.Context, options: ElasticOptions, first: int, now: float, known: str = "") -> None:
         where, _, token = known.strip().partition("/")
         self.token = token or secrets.token_hex(16)
         self.server = _listen(context, options.listen, where) if options.listen else None
-        self.address = f"{_reachable(self.server.address)}/{self.token}" if self.server else ""
+        self.address = self.server.address if self.server else ""
+        self.invitation = f"{_reachable(self.address)}/{self.token}" if self.server else ""
         self.members: dict[int, Member] = {}
         self.joins: list[tuple[str, Join]] = []
         """Workers that ask to take part, and have not been answered."""

@@ -115,6 +115,35 @@ def test_the_silent_are_named_and_others_pinged(door: SimpleNamespace) -> None:
     assert set(silent) == {numbers["b"]}
 
 
+def test_who_builds_its_engine_may_be_silent_for_longer(door: SimpleNamespace) -> None:
+    ask(door, door.connect("a"))
+    until(lambda: door.externals.receive() or door.externals.joins)
+    member = door.externals.admit(*door.externals.joins.pop(), 0.0)
+    assert not [silent for now in range(1, 17) if (silent := door.externals.watch(float(now)))]
+    assert [silent for now in range(17, 20) if (silent := door.externals.watch(float(now)))][-1] == [member.number]
+
+
+def test_an_invitation_outlives_its_job(door: SimpleNamespace) -> None:
+    host, _, rest = door.externals.invitation.partition(":")
+    assert host == "127.0.0.1" and f"tcp://{host}:{rest.partition('/')[0]}" == door.externals.address
+    context = zmq.Context()
+    options = ElasticOptions(listen="127.0.0.1:0")
+    elsewhere = Externals(context, options, 3, 0.0, door.externals.invitation)  # its port is taken: another one, the same token
+    assert elsewhere.token == door.externals.token and elsewhere.address != door.externals.address
+    invitation = elsewhere.invitation
+    assert elsewhere.server is not None
+    elsewhere.server.close()
+
+    def there_again() -> bool:
+        again = Externals(context, options, 3, 0.0, invitation)
+        assert again.server is not None
+        again.server.close()
+        return again.invitation == invitation
+
+    until(there_again)  # a socket's port is free a moment after it is closed
+    context.term()
+
+
 def test_without_an_address_nobody_comes() -> None:
     context = zmq.Context()
     externals = Externals(context, ElasticOptions(), 2, 0.0)
