@@ -162,7 +162,7 @@ def _dormant(engine: Engine, workers: str) -> Engine | None:
     try:
         engine.sleep("drop")
     except ValueError:
-        if workers != "auto":
+        if workers not in ("auto", "all_or_none"):
             raise
         return None
     return engine
