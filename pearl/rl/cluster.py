@@ -59,6 +59,9 @@ from pearl.sched.router import Router
 from pearl.sched.service import ClusterService
 from pearl.sched.settings import SchedulerSettings
 
+WEIGHED = ("auto", "all_or_none")
+"""Settings of `borrow.workers` with which lending is a matter of gain."""
+
 MEASURE_EVERY_S = 1.0
 """How often at most the scheduler hears what a step was like."""
 
@@ -130,7 +133,7 @@ class Cluster:
             self.feed(WorkerJoined(worker=name_of(rank), gpus=gpus, role=role, kv_total=ready[rank].kv_tokens), now)
 
     def _claim(self, lends: bool, now: float) -> TrainersClaim:
-        weighed, limit = self._config.borrow.workers == "auto", self._config.sched.change_timeout_s
+        weighed, limit = self._config.borrow.workers in WEIGHED, self._config.sched.change_timeout_s
         return TrainersClaim(self.feed, lends=lends, weighed=weighed, deadline_s=limit, now=now)
 
     def feed(self, event: ClusterEvent, now: float) -> None:

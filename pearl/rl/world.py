@@ -132,8 +132,7 @@ def build_parts(
         engine_config = dataclasses.replace(config.engine, model=str(folder), seed=config.seed)
         engine = Engine(engine_config, load_weights=False, text=False)
     if engine is not None and rank in groups.lenders:
-        engine.sleep("drop")
-        engine, lent = None, engine
+        engine, lent = None, _dormant(engine, config.borrow.workers)
     snapshot = _snapshot(config, layout, rank, groups.owners | groups.lenders, store, trainer, engine)
     publisher = _publisher(layout, trainer, engine, groups.publish, snapshot, config.timeouts.command_s)
     if config.check_weights:
@@ -156,6 +155,17 @@ def _pull_host(config: Config, several: bool) -> str:
     if own != LOCAL or host in ("", LOCAL, "localhost"):
         return own
     return socket.gethostbyname(socket.gethostname()) if host in ("0.0.0.0", "*") else host
+
+
+def _dormant(engine: Engine, workers: str) -> Engine | None:
+    """A training rank's engine, asleep; None where memory cannot be given back and nobody insists on it."""
+    try:
+        engine.sleep("drop")
+    except ValueError:
+        if workers not in ("auto", "all_or_none"):
+            raise
+        return None
+    return engine
 
 
 def own_address() -> str:

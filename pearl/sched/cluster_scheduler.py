@@ -171,7 +171,7 @@ class ClusterScheduler:
         if plan is None or target is None or not (plan.roles or plan.join):
             return []
         choice = {"switch": self.settings.pd.mode, "borrow": self.settings.borrow.workers}.get(proposal.kind, "")
-        if choice == "auto" and not verdict.forced and not self.profile.measured:
+        if choice in ("auto", "all_or_none") and not verdict.forced and not self.profile.measured:
             self.verdict = replace(verdict, act=False, reason="nothing was measured yet")
             return []
         cost = adviser.switch_cost_s(plan) + (verdict.cost_s if proposal.kind == "borrow" else 0.0)
