@@ -39,6 +39,15 @@ def test_nothing_is_started_beyond_the_last_batch() -> None:
     assert admission.may_start(started=8, trained_batches=1, total_batches=2, dropped=1) == 1
 
 
+def test_with_a_barrier_one_batch_is_collected_at_a_time() -> None:
+    admission = Admission(groups_per_batch=4, max_staleness=2, barrier=True)
+    assert admission.may_start(started=0, trained_batches=0) == 4
+    assert admission.may_start(started=4, trained_batches=0, collected_batches=0) == 0
+    assert admission.may_start(started=4, trained_batches=0, collected_batches=1) == 4
+    assert admission.may_start(started=8, trained_batches=0, collected_batches=2) == 4
+    assert admission.may_start(started=12, trained_batches=0, collected_batches=3) == 0  # as stale as may be
+
+
 def test_staleness_counts_versions() -> None:
     admission = Admission(groups_per_batch=1, max_staleness=1)
     stale = {version: admission.too_stale(oldest_version=version, weight_version=5) for version in (5, 4, 3, -1)}

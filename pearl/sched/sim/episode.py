@@ -39,21 +39,18 @@ class Episode:
     answered: bool = True
     """Its environment is not under way: the prompt of the present turn is complete."""
     oldest: int = -1
-    attempt: int = 0
     salt: str | None = None
     known: int = 0
     """Tokens whose KV was somewhere before this turn: what a full hit would find."""
 
     def __post_init__(self) -> None:
         self.restart()
-        self.attempt = 0
 
     def restart(self) -> None:
         """Everything is played again."""
         self.ids = TokenRuns.of(2 * self.plan.group, self.plan.first_prompt)
         self.turn = self.drawn = self.known = 0
         self.oldest, self.request_id, self.waiting, self.answered, self.salt = -1, "", False, True, None
-        self.attempt += 1
 
     @property
     def name(self) -> str:

@@ -124,6 +124,7 @@ class Fleet:
             return
         self.counts["lost"] += node.worker.serving
         node.worker.die()
+        del self._dispatcher.workers[name]
         self._dispatcher.lose_transfers(node.worker)
         self._emit(WorkerGone(worker=name, reason=reason))
 
@@ -249,7 +250,7 @@ class Fleet:
     def _leave(self, node: Node, command: Leave) -> None:
         """It is gone. A reclaimed one's GPUs are taken later; another one comes back some time."""
         if self._obeys(node, command.epoch):
-            del self.nodes[command.worker]
+            del self.nodes[command.worker], self._dispatcher.workers[command.worker]
             self._emit(OrderDone(worker=command.worker, epoch=command.epoch))
             if not command.decision:
                 self.left(command.worker, node)

@@ -66,6 +66,8 @@ class SimResult:
     transitions: tuple[dict[str, Any], ...]
     counts: dict[str, int] = field(default_factory=dict)
     events: int = 0
+    trainer_waited_s: float = 0.0
+    """For GPUs that were lent, in all."""
 
     @property
     def generated(self) -> int:

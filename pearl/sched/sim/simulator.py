@@ -108,6 +108,7 @@ class Simulation:
             transitions=tuple(self.transitions),
             counts=dict(sorted(counts.items())),
             events=self.agenda.happened,
+            trainer_waited_s=self.trainer.waited_s,
         )
 
     def emit(self, event: ClusterEvent) -> None:

@@ -6,7 +6,7 @@ thread (`post`); steps that have begun are finished, unless the worker dies; the
 
 A steady batch is not stepped token by token. Its run is entered as one, to its first end, and cut to the steps that have begun
 when something comes up; only then the core hears of it (`SteadyCore.schedule(start, num_steps)`), so it sees what single
-steps would have shown it.
+steps would have shown it. One thing differs from single steps: the router hears of free blocks when a run ends.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ import pytest
 import sim_jobs
 from sim_jobs import external, plans, run_checked, settings
 
+from pearl.engine.steady import SteadyCore
+from pearl.sched.router import Router
 from pearl.sched.settings import BorrowSettings, ExpandSettings, PdSettings, SchedulerSettings
 from pearl.sched.sim.plans import Faults
 from pearl.sched.sim.results import SimResult
@@ -42,6 +44,23 @@ def test_a_job_trains_what_it_starts_and_loses_nothing(mode: str, semantics: str
     assert all(step.began_s < step.collected_s < step.trained_s < step.ended_s for step in result.steps)
     assert result.throughput > 0
     assert mode != "split" or result.counts["transfers"] > 0
+
+
+@pytest.mark.parametrize("mode", ["mixed", "split"])
+def test_runs_of_steps_at_once_change_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for one thing, which is taken away here: loads are reported when a run of steps ends, not after each of them."""
+    monkeypatch.setattr(Router, "on_load", lambda *args: None)
+    monkeypatch.setattr(Simulation, "_report", lambda *args: None)
+    results = []
+    for steps in (1, 0):
+        if not steps:
+            monkeypatch.setattr(SteadyCore, "steady_steps", lambda core: 0)
+        results.append(Simulation(settings(scheduler=scheduler(mode=mode)), plans(2), external()).run())
+    fast, slow = results
+    assert fast.counts["outputs"] < 0.5 * slow.counts["outputs"]
+    assert fast.seconds == pytest.approx(slow.seconds, rel=1e-9)
+    same = ("steps", "turns", "generated", "computed", "preemptions", "transferred_tokens")
+    assert {name: fast.counts.get(name) for name in same} == {name: slow.counts.get(name) for name in same}
 
 
 def test_equal_inputs_give_equal_results() -> None:

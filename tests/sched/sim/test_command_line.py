@@ -1,0 +1,41 @@
+"""The command: a small run from options to tables, page and file, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pearl.sched.sim.command_line import main
+
+SMALL = ["--preset", "quickstart-cpu", "--batch", "16", "--training-gpus", "2", "--tp", "1", "--steps", "2"]
+
+
+def test_systems_are_run_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, data, trace = tmp_path / "page.html", tmp_path / "runs.json", tmp_path / "trace.csv"
+    trace.write_text("0,add,a\n0,add,b\n60000,remove,b\n")
+    options = [*SMALL, "--policy", "roll,ours", "--trace", str(trace), "--gpus", "2", "--details"]
+    assert main([*options, "--html", str(page), "--json", str(data)]) == 0
+    shown = capsys.readouterr().out
+    assert "ROLL" in shown and "PEARL (ours)" in shown and "trace.csv" in shown and "barrier" in shown
+    runs = json.loads(data.read_text())
+    assert [run["policy"] for run in runs] == ["ROLL", "PEARL (ours)"]
+    assert all(len(run["result"]["steps"]) == 2 and run["result"]["counts"]["tokens_lost"] == 0 for run in runs)
+    assert "<html" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--preset", "x"], "preset='x'"),
+        (["--policy", "roll,x"], "policy='x'"),
+        (["--trace", "/no/such.csv"], "No such file"),
+        (["--workload", "x"], "workload='x'"),
+        (["--batch", "17"], "batch=17"),
+    ],
+)
+def test_what_cannot_be_is_named(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*SMALL, *options])
+    assert words in capsys.readouterr().err
