@@ -12,6 +12,7 @@ to say.
 from __future__ import annotations
 
 import argparse
+import itertools
 import platform
 import statistics
 import sys
@@ -55,6 +56,7 @@ class Grid:
     contexts: tuple[int, ...] = (64, 192, 384)
     new: tuple[int, ...] = (16, 64, 128, 256)
     prefixes: tuple[int, ...] = (0, 64, 192)
+    prompts: tuple[int, ...] = (1, 4)
     steps: int = 24
     rounds: int = 3
 
@@ -65,10 +67,14 @@ class Grid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """(batch, context, seconds) of decode steps, (new, prefix, seconds) of prefills, (batch, context, new, seconds) of both."""
+    """(batch, context, seconds) of decode steps, (prompts, new, prefix, seconds) of prefills, and of steps that do both
+    (batch, context, new, seconds).
+
+    `new` and `prefix` are of each prompt.
+    """
 
     decode: tuple[tuple[float, float, float], ...]
-    prefill: tuple[tuple[float, float, float], ...]
+    prefill: tuple[tuple[float, float, float, float], ...]
     mixed: tuple[tuple[float, float, float, float], ...] = ()
 
 
@@ -90,15 +96,17 @@ class Measuring:
         """All of the grid, after one round that warms caches and compilers up."""
         grid = self.grid
         self._decode(grid.batches[0], grid.contexts[0])
-        self._prefill(grid.new[0], 0)
+        self._prefill(1, grid.new[0], 0)
         decode = [(float(n), c + self.grid.steps / 2, self._decode(n, c)) for n in grid.batches for c in grid.contexts]
         prefill = []
         for new in grid.new:
-            for prefix in grid.prefixes:
-                seconds = statistics.median(self._prefill(new, prefix) for _ in range(grid.rounds))
-                prefill.append((float(new), float(prefix), seconds))
-        batch, context = sorted(grid.batches)[len(grid.batches) // 2], min(grid.contexts)
-        mixed = [(float(batch), context + grid.steps / 2, float(new), self._mixed(batch, context, new)) for new in grid.new]
+            for prefix, prompts in itertools.product(grid.prefixes, grid.prompts):
+                seconds = statistics.median(self._prefill(prompts, new, prefix) for _ in range(grid.rounds))
+                prefill.append((float(prompts), float(new), float(prefix), seconds))
+        context = min(grid.contexts)
+        mixed = []
+        for batch, new in itertools.product(sorted(grid.batches)[-3:], sorted(grid.new)[-3:]):
+            mixed.append((float(batch), context + grid.steps / 2, float(new), self._mixed(batch, context, new)))
         return Measured(decode=tuple(decode), prefill=tuple(prefill), mixed=tuple(mixed))
 
     def _decode(self, batch: int, context: int) -> float:
@@ -134,16 +142,17 @@ class Measuring:
             self.engine.abort(name)
         _drain(self.engine)
 
-    def _prefill(self, new: int, prefix: int) -> float:
-        """Seconds in which a request of `new` tokens behind a cached prefix is taken in, computed, and ends with one token."""
+    def _prefill(self, prompts: int, new: int, prefix: int) -> float:
+        """Seconds in which requests of `new` tokens behind a cached prefix are taken in, computed, and end with one token."""
         engine, shared = self.engine, self.ids(prefix)
         if prefix:
             engine.add_request([*shared, *self.ids(1)], _params(1))
             _drain(engine)
-        ids = shared + self.ids(new)
+        rows = [shared + self.ids(new) for _ in range(prompts)]
 
         def serve() -> None:
-            engine.add_request(ids, _params(1))
+            for ids in rows:
+                engine.add_request(ids, _params(1))
             _drain(engine)
 
         return self._timed(serve)
@@ -202,12 +211,12 @@ def _drain(engine: Engine) -> None:
 def fitted(measured: Measured) -> tuple[DecodeCost, PrefillCost, float]:
     """The costs of a step, and the largest relative error of the fit."""
     decode = [[1.0, n, n * context] for n, context, _ in measured.decode]
-    prefill = [[1.0, new, new * (prefix + new / 2)] for new, prefix, _ in measured.prefill]
-    seconds = [row[2] for row in measured.decode], [row[2] for row in measured.prefill]
+    prefill = [[1.0, k, k * new, k * new * (prefix + new / 2)] for k, new, prefix, _ in measured.prefill]
+    seconds = [row[-1] for row in measured.decode], [row[-1] for row in measured.prefill]
     (base, per_seq, per_context), decode_error = relative_fit(decode, seconds[0])
-    (start, per_token, per_pair), prefill_error = relative_fit(prefill, seconds[1])
+    (start, per_prompt, per_token, per_pair), prefill_error = relative_fit(prefill, seconds[1])
     cost = DecodeCost(base_s=base, per_seq_s=per_seq, per_context_s=per_context)
-    prompt = PrefillCost(base_s=start, per_token_s=max(per_token, 1e-12), per_pair_s=per_pair)
+    prompt = PrefillCost(base_s=start, per_prompt_s=per_prompt, per_token_s=max(per_token, 1e-12), per_pair_s=per_pair)
     return cost, prompt, max(decode_error, prefill_error)
 
 
@@ -288,7 +297,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{profile.key}: largest error of the fit {error:.1%}, written to {options.out}")
     d, p = profile.decode, profile.prefill
     print(f"  decode step  {_formula(d.base_s, ('n', d.per_seq_s), ('n c', d.per_context_s))}")
-    print(f"  prefill      {_formula(p.base_s, ('new', p.per_token_s), ('new (prefix + new/2)', p.per_pair_s))}")
+    per_prompt = (("prompts", p.per_prompt_s), ("new", p.per_token_s), ("new (prefix + new/2)", p.per_pair_s))
+    print(f"  prefill      {_formula(p.base_s, *per_prompt)}")
     print(f"  both         the larger + {profile.mixing:.2f} of the smaller")
     for kind in CHANGES:
         print(f"  {kind:<12} {getattr(profile, kind).fixed_s * 1e3:.3f} ms")

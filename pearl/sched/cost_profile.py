@@ -63,11 +63,15 @@ class DecodeCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCost:
-    """Seconds of computing n new tokens on a prefix of p: base + per_token * n + per_pair * n * (p + n / 2)."""
+    """Seconds of computing n new tokens on a prefix of p: base + per_prompt + per_token * n + per_pair * n * (p + n / 2).
+
+    A step that computes several prompts pays `base_s` once and `per_prompt_s` for each.
+    """
 
     base_s: float
     per_token_s: float
     per_pair_s: float = 0.0
+    per_prompt_s: float = 0.0
 
     def __post_init__(self) -> None:
         _not_negative("prefill", self)
@@ -75,7 +79,7 @@ class PrefillCost:
             raise ValueError(f"prefill.per_token_s={self.per_token_s}: must be > 0")
 
     def seconds(self, new: Any, prefix: Any) -> Any:
-        return self.base_s + self.per_token_s * new + self.per_pair_s * new * (prefix + new / 2)
+        return self.base_s + self.per_prompt_s + self.per_token_s * new + self.per_pair_s * new * (prefix + new / 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -245,7 +245,8 @@ def _decode_coefficients(costs: CostProfile) -> list[float]:
 
 
 def _prefill_coefficients(costs: CostProfile) -> list[float]:
-    return [costs.prefill.base_s + costs.step_overhead_s, costs.prefill.per_token_s, costs.prefill.per_pair_s]
+    base_s = costs.prefill.base_s + costs.prefill.per_prompt_s
+    return [base_s + costs.step_overhead_s, costs.prefill.per_token_s, costs.prefill.per_pair_s]
 
 
 def _sound(seconds: float, count: float, size: float, most: float, context: float) -> bool:

@@ -16,10 +16,12 @@ SMALL = Grid(batches=(1, 4, 16), contexts=(32, 160), new=(16, 64, 128), prefixes
 
 def test_the_fit_finds_the_coefficients_that_made_the_times() -> None:
     decode = [(n, c, 1e-3 + 2e-5 * n + 3e-8 * n * c) for n in (1.0, 4.0, 16.0) for c in (32.0, 512.0)]
-    prefill = [(n, p, 2e-3 + 4e-6 * n + 5e-9 * n * (p + n / 2)) for n in (16.0, 64.0, 256.0) for p in (0.0, 128.0)]
+    shapes = [(k, n, p) for k in (1.0, 4.0) for n in (16.0, 64.0, 256.0) for p in (0.0, 128.0)]
+    prefill = [(k, n, p, 2e-3 + k * (3e-4 + 4e-6 * n + 5e-9 * n * (p + n / 2))) for k, n, p in shapes]
     cost, prompt, error = fitted(Measured(decode=tuple(decode), prefill=tuple(prefill)))
     assert (cost.base_s, cost.per_seq_s, cost.per_context_s) == pytest.approx((1e-3, 2e-5, 3e-8), rel=1e-4)
-    assert (prompt.base_s, prompt.per_token_s, prompt.per_pair_s) == pytest.approx((2e-3, 4e-6, 5e-9), rel=1e-3)
+    found = (prompt.base_s, prompt.per_prompt_s, prompt.per_token_s, prompt.per_pair_s)
+    assert found == pytest.approx((2e-3, 3e-4, 4e-6, 5e-9), rel=1e-3)
     assert error < 1e-4
     both = tuple((8.0, 100.0, n, 1e-3 * 0.5 + float(prompt.seconds(n, 0.0))) for n in (64.0, 256.0))
     share = mixing_of(Measured(decode=(), prefill=(), mixed=both), cost, prompt)

@@ -58,6 +58,7 @@ def price(output: SchedulerOutput, costs: CostProfile) -> StepPrice:
     decode_s = float(costs.decode.seconds(batch, context / batch)) if batch else 0.0
     prefill = costs.prefill
     prefill_s = prefill.base_s + prefill.per_token_s * new + prefill.per_pair_s * pairs if chunks else 0.0
+    prefill_s += prefill.per_prompt_s * chunks
     return StepPrice(
         seconds=max(decode_s, prefill_s) + costs.mixing * min(decode_s, prefill_s) + costs.step_overhead_s,
         decode_s=decode_s,
