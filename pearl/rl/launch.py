@@ -166,7 +166,7 @@ class Launch:
         if self.config.model.path is not None:
             return Path(self.config.model.path)
         folder = self.run_directory / "initial_policy"
-        if self.rank == 0 and self.job.resume is None:
+        if self.rank == 0 and self.job.resume is None and not folder.exists():  # once: others read it from then on
             environment = environments.make(self.config.env.name, **environments.constructor_options(self.config.env))
             fresh_model.write_model_folder(folder, self.config.model, words_of(environment))
         return folder
