@@ -61,7 +61,7 @@ def test_roles_flip_under_load(
     town.start(EPISODES)
     flips, turns = 0, 0
     while len(town.ended) < EPISODES:
-        if turns % 70 == 0:
+        if turns % 40 == 0:
             town.reshape(*SHAPES[flips % len(SHAPES)])
             flips += 1
         town.turn()
