@@ -107,7 +107,7 @@ class Collector:
         """A worker says whether it goes on with a request that was offered to it."""
         end = self.handoffs.answered(worker, event)
         if end is not None:
-            self._count(trajectory_of(end.request_id), end)
+            self._end_of(end)
 
     def move(self, session: str, source: str, target: str) -> None:
         """Has a running request handed over; the router has been told whereto."""
@@ -122,7 +122,7 @@ class Collector:
         self._outgoing.pop(worker, None)
         self._aborts.pop(worker, None)
         for end in self.handoffs.lost(worker):
-            self._count(trajectory_of(end.request_id), end)
+            self._end_of(end)
 
     def requeue(self, sessions: Iterable[str]) -> None:
         """The worker of these sessions' requests is gone: they are placed again, from their last token."""
@@ -164,16 +164,22 @@ class Collector:
         return rollout is not None and rollout.request_id == request_id and self._router.worker_of(session) == worker
 
     def _on_update(self, worker: str, update: TokenUpdate) -> None:
-        if not self._has(worker, update.request_id):
+        session = trajectory_of(update.request_id)
+        rollout = self._rollouts.get(session)
+        if rollout is None or rollout.request_id != update.request_id or self._router.worker_of(session) != worker:
             self.counts["late_updates"] += 1
             self.counts["late_tokens"] += len(update.token_ids)
             if update.finish_reason is None:
                 self._aborts.setdefault(worker, []).append(update.request_id)
         elif self.handoffs.heard(worker, update):
-            self._count(trajectory_of(update.request_id), update)
+            self._count(session, rollout, update)
 
-    def _count(self, session: str, update: TokenUpdate) -> None:
-        rollout = self._rollouts[session]
+    def _end_of(self, end: TokenUpdate) -> None:
+        """What a worker said at its end, some time ago, counts now."""
+        session = trajectory_of(end.request_id)
+        self._count(session, self._rollouts[session], end)
+
+    def _count(self, session: str, rollout: Rollout, update: TokenUpdate) -> None:
         action = rollout.on_update(update)
         if update.finish_reason is not None:
             self.counts["cached_tokens"] += update.num_cached_tokens

@@ -101,6 +101,8 @@ class HandOffs:
         The source's own end of a request that is on its way is kept until the target has answered. Tokens say that the offer
         has lapsed: the source has gone on with it.
         """
+        if not self._moves:
+            return True
         move = self._moves.get(self._of.get(update.request_id, ""))
         if move is None or move.source != worker or move.taken:
             return True

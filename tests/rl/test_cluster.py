@@ -61,7 +61,7 @@ def test_roles_flip_under_load(
     town.start(EPISODES)
     flips, turns = 0, 0
     while len(town.ended) < EPISODES:
-        if turns % 70 == 0:
+        if turns % 40 == 0:
             town.reshape(*SHAPES[flips % len(SHAPES)])
             flips += 1
         town.turn()
@@ -235,3 +235,42 @@ def test_a_rank_of_world_that_answers_no_order_ends_the_job(folder: Path, tmp_pa
     town.reshape("split", "1:1")
     town.until(lambda: bool(town.failures))
     assert town.failures[0] == "rank 2 does not carry out what it is told"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_worker_leaves_in_the_middle_of_its_switch(
+    folder: Path, wanted: dict[str, list[int]], tmp_path: Path, seed: int
+) -> None:
+    """Its order to change the role is overtaken by the one to leave; the pool is mended, and nothing is lost."""
+    town = Town(tmp_path, folder, serving=2, seed=20 + seed)
+    town.scheduler.settings = dataclasses.replace(town.scheduler.settings, expand=ExpandSettings(external="always"))
+    number = town.join()
+    town.until(lambda: town.shape == "3M" and not town.scheduler.log.open)
+    town.start(EPISODES)
+    for _ in range(60):
+        town.turn()
+    town.reshape("split", "2:1")
+    town.until(lambda: bool(town.scheduler.log.open))
+    town.cluster.take_external(Leaving(rank=number, notice_s=30.0), town.clock.now())
+    town.until(lambda: number not in town.externals.members)
+    town.stopped.add(number)
+    assert town.play() == wanted
+    town.until(lambda: town.shape == "1P1D" and not town.scheduler.log.open)
+    town.settled()
+    assert town.collector.counts["late_tokens"] == 0 and town.failures == []
+
+
+def test_all_decode_workers_are_gone(folder: Path, wanted: dict[str, list[int]], tmp_path: Path) -> None:
+    """What the prefill worker offers stays there, and what the dead had goes on there; then the pool gets a new shape."""
+    town = Town(tmp_path, folder, serving=1, mode="split", ratio="1:2", seed=30)
+    town.scheduler.settings = dataclasses.replace(town.scheduler.settings, expand=ExpandSettings(external="always"))
+    town.start(EPISODES)
+    externals = [town.join(), town.join()]
+    town.until(lambda: town.shape == "1P2D" and not town.scheduler.log.open)
+    roles = {name: str(row.role) for name, row in town.scheduler.state.workers.items()}
+    for number in externals:
+        town.kill(number)
+    assert town.play() == wanted
+    town.until(lambda: town.scheduler.state.shape().total == 1 and not town.scheduler.log.open)
+    town.settled()
+    assert set(roles.values()) == {"prefill", "decode"} and town.failures == []
