@@ -97,14 +97,14 @@ class BlockManager:
         if self.enable_prefix_cache:
             trail = self._recall_session(request, root)
             chain, ids, size, find = self._chain(request, root), request.token_ids, self.block_size, self.cache.find
-            most = self._most_cacheable(request) // size
+            most, hash_ = self._most_cacheable(request) // size, prefix_cache.hash_for(ids)
             del trail[most:]
             hits = [entry.block_id for entry in trail]
             parent = trail[-1].entry_id if trail else root
             for index in range(len(hits), most):
                 content = tuple(ids[index * size : (index + 1) * size])
                 if len(chain) == index + 1:
-                    chain.append(prefix_cache.block_hash(chain[index], content))
+                    chain.append(hash_(chain[index], content))
                 entry = find(chain[index + 1], parent, content)
                 if entry is None:
                     break
@@ -146,14 +146,14 @@ class BlockManager:
             done, parent = 0, root
             self._trails.pop(request.request_id, None)
         full = request.num_written_tokens // self.block_size
-        chain = self._chain(request, root)
+        chain, hash_ = self._chain(request, root), prefix_cache.hash_for(request.token_ids)
         for index in range(len(chain) - 1, done):  # another's copy was used so far: nobody has asked for these hashes
-            chain.append(prefix_cache.block_hash(chain[index], self._ids(request, index)))
+            chain.append(hash_(chain[index], self._ids(request, index)))
         trail = None if request.session_id is None else self._trails.setdefault(request.request_id, [])
         for index in range(done, full):
             content = self._ids(request, index)
             if len(chain) == index + 1:
-                chain.append(prefix_cache.block_hash(chain[index], content))
+                chain.append(hash_(chain[index], content))
             parent = self.cache.insert(chain[index + 1], parent, content, request.block_table[index])
             if trail is not None:
                 trail.append(self.cache.entry(parent))
