@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
 from pearl.protocol import Role
 from pearl.sched.standing import Rank, Standing, names
@@ -234,9 +235,16 @@ class Router:
         for rows in movable.values():
             rows.sort(reverse=True)
         moves: list[SessionMove] = []
+        fullest = [(-count, self.loads[name].slot, name) for name, count in counts.items()]
+        emptiest = [(count, self.loads[name].slot, name) for name, count in counts.items()]
+        heapify(fullest)
+        heapify(emptiest)
         while counts:
-            source = max(counts, key=lambda name: (counts[name], -self.loads[name].slot))
-            target = min(counts, key=lambda name: (counts[name], self.loads[name].slot))
+            while -fullest[0][0] != counts[fullest[0][2]]:  # told before a move
+                heappop(fullest)
+            while emptiest[0][0] != counts[emptiest[0][2]]:
+                heappop(emptiest)
+            source, target = fullest[0][2], emptiest[0][2]
             if counts[source] - counts[target] < 2 or not movable[source]:
                 return moves
             _, session_id = movable[source].pop()
@@ -244,6 +252,9 @@ class Router:
             moves.append(SessionMove(session=session_id, source=source, target=target))
             counts[source] -= 1
             counts[target] += 1
+            for name in (source, target):
+                heappush(fullest, (-counts[name], self.loads[name].slot, name))
+                heappush(emptiest, (counts[name], self.loads[name].slot, name))
         return moves
 
     def _decodes(self, load: WorkerLoad) -> bool:
