@@ -95,6 +95,7 @@ class SteadyCore(EngineCore):
             entries.append(ScheduledRequest(request_id=request.request_id, start=start, num_tokens=1, samples=True))
         output = SchedulerOutput(step=self._num_steps, requests=tuple(entries), num_steps=num_steps)
         self._num_steps += num_steps
+        self._num_computed_tokens += output.num_tokens
         self._unfinished.append(output)
         return output
 

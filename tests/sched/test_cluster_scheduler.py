@@ -91,7 +91,7 @@ def test_training_gpus_are_lent_in_the_idle_window_and_come_back_before_training
     assert borrowed == ["o0", "o1", "o2", "o3"] and all(command.weight_version == 3 for command in commands)
     driver.run(3)
     assert driver.shape == "6M" and {"o0", "o3"} <= set(driver.scheduler.router.loads)
-    driver.scheduler.router.loads.pop("d0"), driver.scheduler.router.loads.pop("d1")
+    driver.scheduler.router.lose_worker("d0"), driver.scheduler.router.lose_worker("d1")
     assert driver.scheduler.router.place("s", 100) == "o0"
     commands = driver.send(TrainingBegins(step=1, deadline=driver.now + 10))
     assert names(commands, GiveBack) == borrowed and TrainerMayBegin(step=1) not in commands

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pearl.sched.sim.agenda import Agenda, Appointment
 
@@ -84,4 +85,4 @@ class Network:
             flow.rate, flow.since = rate, now
             if flow.end is not None:
                 flow.end.cancel()
-            flow.end = self._agenda.after(max(0.0, flow.left) / rate, lambda flow=flow: self._finish(flow))  # type: ignore[misc]
+            flow.end = self._agenda.after(max(0.0, flow.left) / rate, partial(self._finish, flow))
