@@ -235,7 +235,7 @@ def main() -> int:
     parser.add_argument("--trace-dir", type=Path, help="folder of recorded traces; drawn ones without it")
     parser.add_argument("--preset", default="qwen3-8b-h800", choices=list(PRESETS))
     parser.add_argument("--segments", nargs="+", default=[one.name for one in SEGMENTS], choices=[one.name for one in SEGMENTS])
-    parser.add_argument("--minutes", type=float, default=120.0, help="of each segment, from its beginning")
+    parser.add_argument("--minutes", type=float, default=120.0, help="of each segment, enough for a step of each system")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--semantics", default="barrier", choices=("barrier", "slots"))
     parser.add_argument("--static", action="store_true", help="static ratios too, and their best: the oracle")
