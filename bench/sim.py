@@ -105,7 +105,7 @@ class Report:
             chosen = roll_large(LARGE[segment.name]) if system.name == "ROLL-Large" else system
             for seed in range(self.options.seeds):
                 gpus, _ = segment_gpus(segment, self.options.trace_dir, tp=2, seed=seed)
-                until = 60.0 * (segment.last_minute - segment.first_minute)
+                until = 60.0 * min(self.options.minutes, segment.last_minute - segment.first_minute)
                 options: dict[str, Any] = {"semantics": self.options.semantics, "until_s": until, "seed": seed} | more
                 run = run_system(chosen, self.preset, self.fitted, segment=segment.name, availability=gpus, **options)
                 found.append(run)
@@ -160,17 +160,17 @@ def extensions(report: Report) -> None:
 
 def ablation(report: Report) -> None:
     """Splitting and borrowing on fixed GPUs, the other systems' parts left out."""
-    hours = 2 * 3600.0
+    until_s = 60.0 * report.options.minutes
     for gpus in (8, 12, 16):
         hardware = Hardware(training_gpus=16, reserved_workers=gpus // 2, tp=2)
-        mixed, split = (_fixed_run(report, fixed(name, name), hardware, hours) for name in ("mixed", "split"))
+        mixed, split = (_fixed_run(report, fixed(name, name), hardware, until_s) for name in ("mixed", "split"))
         report.figure(f"splitting at {gpus} GPUs", split / mixed - 1, SPLIT_ALONE[report.model])
     hardware = Hardware(training_gpus=16, reserved_workers=2, tp=2)
-    base = _fixed_run(report, fixed("mixed", "mixed"), hardware, hours)
-    forced = _fixed_run(report, fixed("split", "split"), hardware, hours)
+    base = _fixed_run(report, fixed("mixed", "mixed"), hardware, until_s)
+    forced = _fixed_run(report, fixed("split", "split"), hardware, until_s)
     report.figure("splitting forced at 4 GPUs", forced / base - 1, just(SPLIT_AT_4[report.model]))
     for name, borrow, printed in zip(("ungated", "gated"), ("all", "all_or_none"), BORROW_AT_4[report.model], strict=True):
-        found = _fixed_run(report, fixed(name, "auto", borrow=borrow), hardware, hours)
+        found = _fixed_run(report, fixed(name, "auto", borrow=borrow), hardware, until_s)
         report.figure(f"splitting and borrowing at 4 GPUs, {name}", found / base, just(1 + printed))
 
 
@@ -235,6 +235,7 @@ def main() -> int:
     parser.add_argument("--trace-dir", type=Path, help="folder of recorded traces; drawn ones without it")
     parser.add_argument("--preset", default="qwen3-8b-h800", choices=list(PRESETS))
     parser.add_argument("--segments", nargs="+", default=[one.name for one in SEGMENTS], choices=[one.name for one in SEGMENTS])
+    parser.add_argument("--minutes", type=float, default=120.0, help="of each segment, enough for a step of each system")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--semantics", default="barrier", choices=("barrier", "slots"))
     parser.add_argument("--static", action="store_true", help="static ratios too, and their best: the oracle")

@@ -19,8 +19,8 @@ from pearl.sched.sim.simulator import Simulation
 from pearl.sched.sim.tables import Run
 from pearl.sched.sim.workload import TaskFamily
 
-BLOCKS = EngineSizes(block_size=256)
-"""Coarse blocks: a run takes half the time of blocks of 64, its makespans differ by less than 1 %."""
+BLOCKS = EngineSizes(block_size=512)
+"""Coarse blocks: a run takes half the time of blocks of 64; prompts are computed anew from the last whole block on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
