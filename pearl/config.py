@@ -134,16 +134,22 @@ class EnvOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOptions:
-    """How the policy plays. `max_tokens` is per turn; `request_timeout_s` bounds the silence on a request being served."""
+    """How the policy plays. `max_tokens` is per turn; `request_timeout_s` bounds the silence on a request being served.
+
+    `redundancy`: so many more trajectories play in each group than are trained, and those that end last are given up: no batch
+    waits for a straggler, at the price of what it has played, and of a batch that favours short episodes.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     max_tokens: int = 16
     request_timeout_s: float = 120.0
+    redundancy: int = 0
 
     def __post_init__(self) -> None:
         above_zero(self, "rollout", "request_timeout_s")
+        at_least(self, "rollout", 0, "redundancy", whole=True)
         try:
             SamplingParams(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, max_tokens=self.max_tokens)
         except ValueError as error:

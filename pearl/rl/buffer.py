@@ -21,11 +21,15 @@ GroupState = Literal["open", "ready", "dropped"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenGroup:
-    """A group with members that still run: the ended ones are in `group`; `size` counts the seats, taken by either."""
+    """A group with members that still run: the ended ones are in `group`; `size` counts the seats, taken by either.
+
+    `spares` of them are for those that come last: the group is complete without.
+    """
 
     group: Group
     size: int
     running: tuple[str, ...]
+    spares: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +58,14 @@ class _Entry:
     group: Group
     size: int
     running: set[str] = field(default_factory=set)
+    spares: int = 0
 
 
 class Buffer:
     """Counts trajectories: `dispatched`, `trained`, `dropped` (by cause); groups: `dropped_groups` (to be replaced).
 
-    Causes: "failed" (the member itself), "small group" (siblings of failed ones, fewer than two left), "stale", and what
-    callers of `drop_running` and `drop_group` say.
+    Causes: "failed" (the member itself), "small group" (siblings of failed ones, fewer than two left), "stale", "spare" (those
+    that a group did not wait for), and what callers of `drop_running` and `drop_group` say.
     """
 
     def __init__(self) -> None:
@@ -82,14 +87,19 @@ class Buffer:
         held = sum(len(group.trajectories) for group in self._ready.values())
         return held + sum(len(entry.running) + len(entry.group.trajectories) for entry in self._open.values())
 
-    def dispatch(self, group_id: int, env_seed: int, trajectory_ids: list[str]) -> None:
-        """A group starts with these members; ValueError for an id in use or no members."""
+    def dispatch(self, group_id: int, env_seed: int, trajectory_ids: list[str], spares: int = 0) -> None:
+        """A group starts with these members, and does not wait for the last `spares` of them to end.
+
+        ValueError for an id in use, or no members beside the spares.
+        """
         if group_id in self._open or group_id in self._ready:
             raise ValueError(f"group_id={group_id}: is in use")
         if not trajectory_ids or len(set(trajectory_ids)) != len(trajectory_ids):
             raise ValueError(f"trajectory_ids={trajectory_ids}: must be one or more different ids")
+        if not 0 <= spares < len(trajectory_ids):
+            raise ValueError(f"spares={spares}: must be >= 0 and less than the {len(trajectory_ids)} members")
         group = Group(group_id=group_id, env_seed=env_seed)
-        self._open[group_id] = _Entry(group=group, size=len(trajectory_ids), running=set(trajectory_ids))
+        self._open[group_id] = _Entry(group=group, size=len(trajectory_ids), running=set(trajectory_ids), spares=spares)
         self.dispatched += len(trajectory_ids)
 
     def retry(self, failed: Trajectory, trajectory_id: str) -> None:
@@ -101,6 +111,22 @@ class Buffer:
         entry.running.add(trajectory_id)
         self.dropped["failed"] += 1
         self.dispatched += 1
+
+    def is_running(self, trajectory: Trajectory) -> bool:
+        """Whether it is one that its group still waits for."""
+        entry = self._open.get(trajectory.group_id)
+        return entry is not None and trajectory.trajectory_id in entry.running
+
+    def spared(self, group_id: int) -> list[str]:
+        """Members that still run and that their group need not wait for, since enough others are done: dropped by this call."""
+        entry = self._open.get(group_id)
+        if entry is None or len(entry.group.trajectories) < entry.size - entry.spares:
+            return []
+        names = sorted(entry.running)
+        self.dropped["spare"] += len(names)
+        entry.running.clear()
+        self._close(entry)
+        return names
 
     def finish(self, trajectory: Trajectory) -> GroupState:
         """A member ended, done or failed; says what that makes of its group.
@@ -172,7 +198,7 @@ class Buffer:
             dropped_groups=self.dropped_groups,
             ready=tuple(_copy(group) for _, group in sorted(self._ready.items())),
             open=tuple(
-                OpenGroup(group=_copy(entry.group), size=entry.size, running=tuple(sorted(entry.running)))
+                OpenGroup(group=_copy(entry.group), size=entry.size, running=tuple(sorted(entry.running)), spares=entry.spares)
                 for _, entry in sorted(self._open.items())
             ),
         )
@@ -189,7 +215,7 @@ class Buffer:
         buffer.dropped, buffer.dropped_groups = Counter(holdings.dropped), holdings.dropped_groups
         buffer._ready = {group.group_id: _copy(group) for group in holdings.ready}
         for held in holdings.open:
-            entry = _Entry(group=_copy(held.group), size=held.size, running=set(held.running))
+            entry = _Entry(group=_copy(held.group), size=held.size, running=set(held.running), spares=held.spares)
             buffer._open[entry.group.group_id] = entry
         _check_groups(holdings)
         try:
@@ -224,7 +250,7 @@ class Buffer:
 
     def _close(self, entry: _Entry) -> GroupState:
         group = entry.group
-        if len(group.trajectories) < min(2, entry.size):
+        if len(group.trajectories) < min(2, entry.size - entry.spares):
             self.drop_group(group.group_id, "small group")
             return "dropped"
         del self._open[group.group_id]
@@ -245,5 +271,5 @@ def _check_groups(holdings: Holdings) -> None:
         raise ValueError(f"holdings: group ids {sorted(ids)}: must be different")
     for held in holdings.open:
         names = [*held.running, *(member.trajectory_id for member in held.group.trajectories)]
-        if not held.running or len(set(names)) != len(names) or len(names) > held.size:
+        if not held.running or len(set(names)) != len(names) or not len(names) <= held.size > held.spares >= 0:
             raise ValueError(f"holdings: open group {held.group.group_id} of size={held.size} with members {names}")

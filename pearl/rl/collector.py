@@ -152,6 +152,14 @@ class Collector:
         self._outgoing, self._aborts = {}, {}
         self._pool.flush()
 
+    def give_up(self, trajectory_id: str, why: str) -> None:
+        """Ends a trajectory that nobody waits for any more, as failed; one that has ended is left as it is."""
+        rollout = self._rollouts.get(trajectory_id)
+        if rollout is not None:
+            request_id = rollout.request_id
+            rollout.fail(why)
+            self._end(rollout, request_id)
+
     def take_ended(self) -> list[Trajectory]:
         """The trajectories that ended since the last call, done or failed."""
         ended, self._ended = self._ended, []

@@ -10,7 +10,7 @@ from pearl.clock import Clock
 from pearl.protocol import Done
 from pearl.rl.collector import Collector
 from pearl.rl.layout import JobLayout
-from pearl.rl.types import Group
+from pearl.rl.types import Group, Trajectory
 
 TRAINER_METRICS = (
     "loss",
@@ -122,3 +122,22 @@ class StepMeter:
         self._began, self._counts = now, dict(self._collector.counts)
         self._engine_s, self._env_s = self._collector.engine_seconds, self._collector.env_seconds
         return row
+
+def episode_row(trajectory: Trajectory) -> dict[str, Any]:
+    """A trajectory as one line of trajectories.jsonl: text for people, ids for machines. Its `step` is when it ended.
+
+    `logprobs` are of the sampled tokens alone, those with loss mask 1.
+    """
+    return {
+        "trajectory_id": trajectory.trajectory_id,
+        "env_seed": trajectory.env_seed,
+        "outcome": trajectory.outcome,
+        "error": trajectory.error,
+        "reward": trajectory.reward,
+        "success": trajectory.success,
+        "turns": trajectory.turns,
+        "token_ids": trajectory.token_ids,
+        "loss_mask": trajectory.loss_mask,
+        "logprobs": [round(value, 4) for value, mask in zip(trajectory.logprobs, trajectory.loss_mask, strict=True) if mask],
+        "weight_versions": [trajectory.oldest_version, max(trajectory.weight_versions, default=-1)],
+    }

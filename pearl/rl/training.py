@@ -30,7 +30,7 @@ from pearl.rl.envs import registry as environments
 from pearl.rl.layout import JobLayout
 from pearl.rl.packing import plan_packing
 from pearl.rl.rollout import train_sequence
-from pearl.rl.step_metrics import StepMeter, batch_metrics
+from pearl.rl.step_metrics import StepMeter, batch_metrics, episode_row
 from pearl.rl.types import Group, Trajectory
 from pearl.rl.warmup import warmup_sequences
 from pearl.sched.admission import Admission
@@ -135,6 +135,8 @@ class TrainingRun:
             if step < config.max_steps:
                 self._release(trained.seconds)
             self._record_step = step + 1  # not before: what a checkpoint of this step holds must survive a rewind to it
+        self._admitting = False
+        self.admit()  # files what has ended since the last batch was complete
         self._train_command(lambda number: Export(number=number, path=str(self._driver.run / "policy")))
         return self._summary()
 
@@ -313,24 +315,32 @@ class TrainingRun:
     def _start_group(self) -> None:
         group_id, self._started = self._started, self._started + 1
         env_seed = (self.config.seed * SEED_STRIDE + group_id) % EVAL_SEEDS
-        names = [f"{group_id}-{member}" for member in range(self.config.group_size)]
-        self.buffer.dispatch(group_id, env_seed, names)
+        spares = self.config.rollout.redundancy
+        names = [f"{group_id}-{member}" for member in range(self.config.group_size + spares)]
+        self.buffer.dispatch(group_id, env_seed, names, spares)
         for name in names:
             self._collector.start(name, group_id=group_id, env_seed=env_seed, purpose="train")
 
     def _file(self, trajectory: Trajectory) -> None:
         prompt = trajectory.token_ids[: trajectory.loss_mask.index(1)] if 1 in trajectory.loss_mask else trajectory.token_ids
-        record = {"step": self._record_step, "prompt": self._tokenizer.decode(prompt)} | _record(trajectory)
+        record = {"step": self._record_step, "prompt": self._tokenizer.decode(prompt)} | episode_row(trajectory)
         self._episodes.write(record)
         if trajectory.group_id < 0:
             self._evaluated.append(trajectory)
+            return
+        if not self.buffer.is_running(trajectory):  # its group has enough without it
             return
         self._check_failures(trajectory)
         if trajectory.outcome == "failed" and self._may_retry(trajectory):
             name = f"{trajectory.trajectory_id}r"
             self.buffer.retry(trajectory, name)
             self._collector.start(name, group_id=trajectory.group_id, env_seed=trajectory.env_seed, purpose="train")
-        elif self.buffer.finish(trajectory) == "ready":
+            return
+        state = self.buffer.finish(trajectory)
+        for name in self.buffer.spared(trajectory.group_id) if state == "open" else ():
+            self._collector.give_up(name, "its siblings were sooner")
+            state = "ready"
+        if state == "ready":
             self._filter(trajectory.group_id)
 
     def _filter(self, group_id: int) -> None:
@@ -376,23 +386,3 @@ class TrainingRun:
             + ", ".join(f"{name} {count}" for name, count in books.items())
             + f"; policy in {self._driver.run / 'policy'}"
         )
-
-
-def _record(trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory as one line of trajectories.jsonl: text for people, ids for machines. Its `step` is when it ended.
-
-    `logprobs` are of the sampled tokens alone, those with loss mask 1.
-    """
-    return {
-        "trajectory_id": trajectory.trajectory_id,
-        "env_seed": trajectory.env_seed,
-        "outcome": trajectory.outcome,
-        "error": trajectory.error,
-        "reward": trajectory.reward,
-        "success": trajectory.success,
-        "turns": trajectory.turns,
-        "token_ids": trajectory.token_ids,
-        "loss_mask": trajectory.loss_mask,
-        "logprobs": [round(value, 4) for value, mask in zip(trajectory.logprobs, trajectory.loss_mask, strict=True) if mask],
-        "weight_versions": [trajectory.oldest_version, max(trajectory.weight_versions, default=-1)],
-    }

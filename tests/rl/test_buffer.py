@@ -199,14 +199,16 @@ class Books(RuleBasedStateMachine):
         self.buffer = Buffer()
         self.fate: dict[str, str] = {}
         self.running: dict[str, int] = {}
+        self.needed: dict[int, int] = {}
         self.groups = 0
         self.version = 0
         self.cut_short = 0
 
-    @rule(size=st.integers(1, 4))
-    def dispatch(self, size: int) -> None:
-        names = [f"{self.groups}.{member}" for member in range(size)]
-        self.buffer.dispatch(self.groups, self.groups, names)
+    @rule(size=st.integers(1, 4), spares=st.integers(0, 2))
+    def dispatch(self, size: int, spares: int) -> None:
+        names = [f"{self.groups}.{member}" for member in range(size + spares)]
+        self.buffer.dispatch(self.groups, self.groups, names, spares)
+        self.needed[self.groups] = size
         self.running |= dict.fromkeys(names, self.groups)
         self.groups += 1
 
@@ -219,6 +221,12 @@ class Books(RuleBasedStateMachine):
         state = self.buffer.finish(ended(name, group, version=max(0, self.version - age), outcome=outcome))
         self.fate[name] = outcome
         assert (state == "open") == (group in self.running.values())
+        done = [name for name, fate in self.fate.items() if name.startswith(f"{group}.") and fate == "done"]
+        spared = self.buffer.spared(group)
+        assert bool(spared) == (state == "open" and len(done) >= self.needed[group])
+        for name in spared:
+            assert self.running.pop(name) == group and group in self.buffer._ready
+            self.fate[name] = "spare"
         assert (state == "dropped") == (self.buffer.dropped_groups == dropped + 1)
 
     @rule(groups=st.integers(1, 3), staleness=st.integers(0, 2))
@@ -248,6 +256,7 @@ class Books(RuleBasedStateMachine):
         assert self.buffer.dispatched == len(self.running) + len(self.fate) + self.cut_short
         assert self.buffer.trained == list(self.fate.values()).count("trained")
         assert self.buffer.dropped["failed"] == list(self.fate.values()).count("failed")
+        assert self.buffer.dropped["spare"] == list(self.fate.values()).count("spare")
         assert self.buffer.dropped["resume"] == self.cut_short
         assert self.buffer.in_flight >= len(self.running)
 

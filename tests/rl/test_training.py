@@ -66,6 +66,12 @@ class Episodes:
         self._running[trajectory_id] = (trajectory, self._length(trajectory_id))
         self.started.append(SimpleNamespace(name=trajectory_id, env_seed=env_seed, purpose=purpose, version=self.version))
 
+    def give_up(self, trajectory_id: str, why: str) -> None:
+        if trajectory_id in self._running:
+            trajectory, _ = self._running.pop(trajectory_id)
+            trajectory.outcome, trajectory.error = "failed", why
+            self._ended.append(trajectory)
+
     def take_ended(self) -> list[Trajectory]:
         ended, self._ended = self._ended, []
         return ended
@@ -273,6 +279,25 @@ def test_a_hung_episode_costs_itself(tmp_path: Path) -> None:
     driver.training.run()
     assert len(driver.batches[0].sequences) == 7
     assert driver.reports[0]["dropped"] == 1
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_no_batch_waits_for_a_straggler_where_there_are_spare_members(tmp_path: Path, staleness: int) -> None:
+    """One member of each group hangs for a hundred turns; in one group all end at once, so that one of them is too much."""
+    driver = new(
+        tmp_path,
+        f"max_staleness={staleness}",
+        "max_steps=3",
+        "rollout.redundancy=1",
+        length=lambda name: 100 if name.endswith("-2") and name != "1-2" else 3,
+    )
+    driver.training.run()
+    assert [len(batch.sequences) for batch in driver.batches] == [8, 8, 8]
+    assert {len(sequence.token_ids) for batch in driver.batches for sequence in batch.sequences} == {3}
+    assert driver.training.buffer.counts() == {"dispatched": 30, "trained": 24, "in_flight": 0, "dropped_spare": 6}
+    assert driver.episodes.playing == 0 and all(books_add_up(row) for row in driver.reports)
+    given_up = [row for row in read_jsonl(tmp_path / "trajectories.jsonl") if row["error"] == "its siblings were sooner"]
+    assert sorted(row["trajectory_id"] for row in given_up) == [f"{group}-2" for group in (0, 2, 3, 4, 5)]
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
