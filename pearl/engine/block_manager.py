@@ -37,8 +37,6 @@ class BlockManager:
         self._next_lease = 0
         self._num_used = 0
         self._registered: dict[str, tuple[int, Parent]] = {}
-        self._trails: dict[str, list[CacheEntry]] = {}
-        """Of requests of sessions: what their first blocks are cached as."""
 
     # ------------------------------------------------------------------------------------------------ counts
 
@@ -144,12 +142,12 @@ class BlockManager:
         done, parent = self._registered.get(request.request_id, (0, root))
         if not done or not self.cache.is_live(parent):  # gone: another request's copy of our prefix, so cache our own
             done, parent = 0, root
-            self._trails.pop(request.request_id, None)
+            request.trail = []
         full = request.num_written_tokens // self.block_size
         chain, hash_ = self._chain(request, root), prefix_cache.hash_for(request.token_ids)
         for index in range(len(chain) - 1, done):  # another's copy was used so far: nobody has asked for these hashes
             chain.append(hash_(chain[index], self._ids(request, index)))
-        trail = None if request.session_id is None else self._trails.setdefault(request.request_id, [])
+        trail = None if request.session_id is None else request.trail
         for index in range(done, full):
             content = self._ids(request, index)
             if len(chain) == index + 1:
@@ -178,8 +176,8 @@ class BlockManager:
     def remember_session(self, request: Request) -> None:
         """Keeps the hashes and cached blocks of an ended request for the next turn of its session."""
         if request.session_id is not None and self.enable_prefix_cache:
-            trail = self._trails.pop(request.request_id, [])
-            self.sessions.keep(request.session_id, request.token_ids, request.block_hashes, trail)
+            self.sessions.keep(request.session_id, request.token_ids, request.block_hashes, request.trail)
+            request.trail = []
 
     def reset_prefix_cache(self) -> int:
         """Forgets all cached content; returns how many blocks were cached. Owners and leases keep their blocks."""
@@ -305,14 +303,14 @@ class BlockManager:
 
     def _recall_session(self, request: Request, root: Root) -> list[CacheEntry]:
         """The blocks that the session's last turn had in common with this request, as far as they are still cached; they
-        are the beginning of the request's trail. Its hashes too, if it has none."""
+        are the beginning of the request's trail. Its hashes too, if the request has fewer of this root."""
         if request.session_id is None:
             return []
         chain, trail = self.sessions.recall(request.session_id, request.token_ids, root)
-        if not request.block_hashes:
+        if len(self._chain(request, root)) < len(chain):
             request.block_hashes = chain
-        trail = self._trails[request.request_id] = self.cache.still_there(trail, root)
-        return trail
+        request.trail = self.cache.still_there(trail, root)
+        return request.trail
 
     def _chain(self, request: Request, root: Root) -> list[int]:
         """The request's hashes, [root, block 0, block 1, ...] as far as they are known, of one root: emptied for another."""

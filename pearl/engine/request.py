@@ -15,8 +15,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from pearl.protocol import FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from pearl.engine.prefix_cache import CacheEntry
 
 PLACEHOLDER = -1
 """Stands in `Request.token_ids` for a token that an unfinished output will draw."""
@@ -52,6 +56,8 @@ class Request:
     num_in_flight: int = 0
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[int] = field(default_factory=list)
+    trail: list[CacheEntry] = field(default_factory=list)
+    """Of a session's request: what its first blocks are cached as."""
     cacheable: bool = True
     """False once its KV mixes weight versions: it registers no more blocks in the prefix cache."""
     num_cached_tokens: int = 0

@@ -226,3 +226,19 @@ def test_conservation_under_random_use(num_blocks, block_size, steps):
         blocks.release_lease(lease_id)
     blocks.check_integrity([])
     assert blocks.num_available == num_blocks
+
+
+def test_a_request_that_waited_while_its_session_went_on_takes_over_its_blocks():
+    """Siblings, or several requests of one session: one looked its prompt up in vain before another had computed it."""
+    blocks, ids = BlockManager(64, 4), list(range(1, 34))
+    late, first = make_request("late", [*ids, *range(40, 60)]), make_request("first", ids)
+    late.session_id = first.session_id = "s"
+    assert blocks.match_prefix(late, 0) == 0
+    blocks.free(late)
+    assert blocks.match_prefix(first, 0) == 0 and blocks.grow(first, 33)
+    first.num_computed_tokens = first.num_written_tokens = 33
+    blocks.register(first, 0)
+    blocks.remember_session(first)
+    blocks.free(first)
+    assert blocks.match_prefix(late, 0) == 32 and late.block_table == [entry.block_id for entry in late.trail]
+    blocks.check_integrity([late])
