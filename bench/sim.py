@@ -238,7 +238,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=120.0, help="of each segment, enough for a step of each system")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--semantics", default="barrier", choices=("barrier", "slots"))
-    parser.add_argument("--static", action="store_true", help="static ratios too, and their best: the oracle")
+    parser.add_argument("--static", action="store_true", help="static ratios too: the best on a segment is its oracle")
     parser.add_argument("--page", type=Path, help="an HTML page of all runs")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args()
@@ -254,7 +254,8 @@ def main() -> int:
     print(f"{hits} of {len(report.figures)} figures hit")
     if options.page and report.runs:
         title = f"{options.preset}, {options.semantics}"
-        write_page(report.runs, options.page, title=title, base=PAPER.name, note=f"fitted numbers {digest}")
+        base = PAPER.name if any(run.policy == PAPER.name for run in report.runs) else None
+        write_page(report.runs, options.page, title=title, base=base, note=f"fitted numbers {digest}")
     if options.json:
         ok = report.value is not None and report.value >= TARGET
         result = {"bench": "sim", "claim": "ours over PEARL as in the paper", "value": report.value, "target": TARGET, "ok": ok}

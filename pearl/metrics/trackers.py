@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import struct
 import time
 from collections.abc import Iterable, Sequence
@@ -161,7 +162,11 @@ def _double(field: int, value: float) -> bytes:
 
 
 def _float(field: int, value: float) -> bytes:
-    return _key(field, 5) + struct.pack("<f", value)
+    """What is too large for fp32 is infinite: a row must not fail for what shows it."""
+    try:
+        return _key(field, 5) + struct.pack("<f", value)
+    except OverflowError:
+        return _key(field, 5) + struct.pack("<f", math.copysign(math.inf, value))
 
 
 def _bytes(field: int, value: bytes) -> bytes:

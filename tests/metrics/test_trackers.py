@@ -40,9 +40,11 @@ def test_numbers_come_back_and_others_stay_away(tmp_path: Path) -> None:
     writer = EventFile(tmp_path)
     writer.write({"step": 1, "reward_mean": -0.25, "kl": None, "serving_shape": "4M", "trained": 128})
     writer.write({"step": 70000, "reward_mean": 1e-3})
+    writer.write({"step": 70001, "grad_norm": 1e300, "advantage_mean": -1e40})
     writer.close()
     events = read_events(only_file(tmp_path))
-    assert [step for step, _ in events] == [1, 70000]
+    assert [step for step, _ in events] == [1, 70000, 70001]
+    assert events[2][1] == {"grad_norm": float("inf"), "advantage_mean": float("-inf")}, "too large for fp32"
     assert events[0][1] == {"reward_mean": -0.25, "trained": 128.0} and events[1][1]["reward_mean"] == pytest.approx(1e-3)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,14 +16,14 @@ from typing import Any
 import numpy as np
 
 from pearl.sched.sim.availability import EXTERNAL_GPUS, SEGMENTS, external_gpus, read_trace, segment_gpus, steady
-from pearl.sched.sim.baselines import system_named
+from pearl.sched.sim.baselines import believed, system_named
 from pearl.sched.sim.page import write_page
 from pearl.sched.sim.plans import Availability, EngineSizes, Hardware, TrajectoryPlan
 from pearl.sched.sim.presets.fitted import Fitted, read_fitted
 from pearl.sched.sim.presets.qwen3 import PRESETS, Preset, preset_named
 from pearl.sched.sim.simulator import Simulation
 from pearl.sched.sim.tables import Run, as_text, counts_line, step_table, throughput_table, transition_table
-from pearl.sched.sim.workload import FAMILIES, TaskFamily, family_named, replay
+from pearl.sched.sim.workload import FAMILIES, TaskFamily, family_named, replay, workload_of
 
 Rows = list[list[TrajectoryPlan]]
 
@@ -79,7 +80,7 @@ def play(options: argparse.Namespace) -> tuple[list[Run], str]:
     preset, (fitted, digest) = preset_named(options.preset), read_fitted()
     systems = [system_named(name) for name in options.policy.split(",")]
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    recorded, family = _work(options.workload, preset, fitted)
+    recorded, family, told = _work(options, preset, fitted)
     hardware = Hardware(training_gpus=options.training_gpus, reserved_workers=options.reserved_workers, tp=options.tp)
     more: dict[str, Any] = dict(
         semantics=options.semantics,
@@ -92,7 +93,7 @@ def play(options: argparse.Namespace) -> tuple[list[Run], str]:
     for system in systems:
         for seed in seeds:
             gpus, sources[seed] = _external(options, seed)
-            settings = system.settings(preset, fitted, hardware=hardware, batch=options.batch, seed=seed, **more)
+            settings = system.settings(preset, fitted, hardware=hardware, batch=options.batch, seed=seed, **more, **told)
             plans = _plans(recorded, family, settings.group, seed)
             result = Simulation(settings, plans, gpus if system.external else None).run()
             runs.append(Run(policy=system.name, segment=options.trace, seed=seed, result=result))
@@ -100,11 +101,15 @@ def play(options: argparse.Namespace) -> tuple[list[Run], str]:
     return runs, f"{about}; {options.semantics}, {options.hours:g} h"
 
 
-def _work(name: str, preset: Preset, fitted: Fitted) -> tuple[Rows, TaskFamily]:
-    """(recorded groups, if there are any; the kind of work)."""
+def _work(options: argparse.Namespace, preset: Preset, fitted: Fitted) -> tuple[Rows, TaskFamily, dict[str, Any]]:
+    """(recorded groups, if there are any; the kind of work; what of it goes into the settings)."""
+    name, batch = options.workload, options.batch
     if name.endswith(".jsonl"):
-        return replay(Path(name)), preset.family
-    return [], fitted.family(family_named(name) if name else preset.family)
+        rows, known = replay(Path(name)), {"overhead_s": fitted.overhead_s, "miss_share": fitted.miss_share}
+        load = workload_of([plan for members in rows for plan in members], batch, **known)
+        return rows, preset.family, {"workload": load, "group": statistics.mode(len(members) for members in rows)}
+    family = fitted.family(family_named(name) if name else preset.family)
+    return [], family, {"workload": believed(family, fitted, batch, barrier=options.semantics == "barrier")}
 
 
 def _plans(recorded: Rows, family: TaskFamily, group: int, seed: int) -> Iterator[TrajectoryPlan]:

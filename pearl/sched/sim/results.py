@@ -1,6 +1,6 @@
 """What a simulated run gives: per step, per interval of time, and in all. Frozen values; who fills them is `recorder.py`.
 
-Owns the types and what follows from them (throughput). Seconds, tokens; GPUs where it says so.
+Owns the types; what is made of them is `tables.py`. Seconds, tokens; GPUs where it says so.
 """
 
 from __future__ import annotations
@@ -72,15 +72,3 @@ class SimResult:
     @property
     def generated(self) -> int:
         return sum(interval.generated for interval in self.intervals)
-
-    @property
-    def step_s(self) -> float:
-        """Mean seconds per step, from the start to the end of the last one; infinite without a step."""
-        return self.steps[-1].ended_s / len(self.steps) if self.steps else float("inf")
-
-    @property
-    def throughput(self) -> float:
-        """(rollout + training tokens) per second of whole steps; rollout tokens are those drawn, so that what had to be
-        computed twice earns nothing."""
-        tokens = sum(step.generated + step.trained_tokens for step in self.steps)
-        return tokens / self.steps[-1].ended_s if self.steps else 0.0

@@ -112,20 +112,17 @@ class Rollout:
         return group
 
     def _next_group(self) -> list[TrajectoryPlan]:
-        """The plans of the next group; empty when there are no more."""
+        """The plans of the next group, as many as it has; empty when there are no more."""
         first = self._ahead or next(self._plans, None)
         self._ahead = None
         members = [] if first is None else [first]
-        for plan in members:
-            self._check(plan)
         for plan in self._plans if members else ():
             if plan.group != members[0].group:
                 self._ahead = plan
                 break
             members.append(plan)
+        for plan in members:
             self._check(plan)
-            if len(members) == self._settings.group:
-                break
         return members
 
     def _check(self, plan: TrajectoryPlan) -> None:
@@ -193,9 +190,10 @@ class Rollout:
 
     def unfinished(self) -> int:
         """Trajectories of the oldest batch that is not complete: under way or still to come."""
-        groups = list(self._groups.values())[self._complete_batches() * self.admission.groups_per_batch :]
-        done = sum(len(group.complete) for group in groups[: self.admission.groups_per_batch])
-        return self._settings.batch - done
+        per_batch = self.admission.groups_per_batch
+        groups = list(self._groups.values())[self._complete_batches() * per_batch :][:per_batch]
+        to_come = (per_batch - len(groups)) * self._settings.group
+        return to_come + sum(group.size - len(group.complete) for group in groups)
 
     def take(self) -> Batch | None:
         """The oldest groups as a batch, if all are complete; those that are too stale are dropped, counted and replaced."""

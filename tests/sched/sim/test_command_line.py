@@ -25,6 +25,17 @@ def test_systems_are_run_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "<html" in page.read_text()
 
 
+def test_a_run_s_own_trajectories_are_played_in_its_own_groups(tmp_path: Path) -> None:
+    """Of eight, but for one that a retry made larger: two of them make a batch of 16."""
+    path, data = tmp_path / "trajectories.jsonl", tmp_path / "runs.json"
+    sizes = [8, 8, 9, 8]
+    rows = [{"env_seed": group, "loss_mask": [0] * 20 + [1] * 5} for group, size in enumerate(sizes) for _ in range(size)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([*SMALL, "--policy", "roll", "--workload", str(path), "--json", str(data)]) == 0
+    [run] = json.loads(data.read_text())
+    assert [step["trajectories"] for step in run["result"]["steps"]] == [16, 17]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -42,7 +42,6 @@ def test_a_job_trains_what_it_starts_and_loses_nothing(mode: str, semantics: str
     assert result.generated == result.counts["generated"] >= result.counts["tokens_taken"]
     assert sum(step.generated for step in result.steps) == result.counts["generated"]
     assert all(step.began_s < step.collected_s < step.trained_s < step.ended_s for step in result.steps)
-    assert result.throughput > 0
     assert mode != "split" or result.counts["transfers"] > 0
 
 
