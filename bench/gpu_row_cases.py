@@ -158,8 +158,8 @@ def draw(inputs: Inputs, *, rows: int, vocab: int, top_k: int = 0, top_p: float 
         return sampling.sample(scores_SV, scores_SV, table, launch)[:3]
 
     def check(found: tuple[Tensor, ...]) -> float:
-        ids_S, logprobs_S, good_S = found
-        if not bool(good_S.all()):
+        ids_S, logprobs_S, states_S = found
+        if any(sampling.ERRORS[state] for state in states_S.tolist()):
             return float("nan")
         logprobs_SV = kept_logprobs(scores_SV, top_k, top_p, min_p)
         sums_SV = logprobs_SV.exp().cumsum(-1)
