@@ -14,6 +14,7 @@ import importlib
 import math
 import struct
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,7 +59,8 @@ class EventFile:
 class WandbRun:
     """A run of Weights & Biases, its name being that of the run's folder. ValueError without the package.
 
-    Points go by the row's own step, not by a counter of the service's: a resumed run may make steps once more.
+    Points go by the row's own step, not by a counter of the service's: a resumed run may make steps once more. A row that the
+    service does not take is warned of, and goes no further: the run's own files have it.
     """
 
     def __init__(self, project: str, run: Path, config: dict[str, Any]) -> None:
@@ -67,7 +69,10 @@ class WandbRun:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, row: dict[str, Any]) -> None:
-        self._run.log({"step": row["step"], **dict(numbers(row))})
+        try:
+            self._run.log({"step": row["step"], **dict(numbers(row))})
+        except Exception as error:  # whatever its package raises when its own process or the service has gone
+            warnings.warn(f"wandb: step {row['step']} was not taken: {error}", stacklevel=2)
 
     def close(self) -> None:
         self._run.finish()

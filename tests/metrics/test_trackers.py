@@ -106,6 +106,20 @@ def test_wandb_goes_by_the_rows_own_step(tmp_path: Path, monkeypatch: pytest.Mon
     assert run.logged == [{"step": step, "loss": 0.5} for step in (4, 5, 4)]
 
 
+def test_a_service_that_has_gone_costs_its_point_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, package = FakeRun(), types.ModuleType("wandb")
+    package.init = lambda **options: run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    tracker = WandbRun("pearl", tmp_path, {})
+    real = run.log
+    run.log = lambda row: (_ for _ in ()).throw(BrokenPipeError("its process is gone"))  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="wandb: step 4 was not taken: its process is gone"):
+        tracker.write({"step": 4, "loss": 0.5})
+    run.log = real  # type: ignore[method-assign]
+    tracker.write({"step": 5, "loss": 0.25})
+    assert run.logged == [{"step": 5, "loss": 0.25}]
+
+
 def test_without_the_package_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="wandb='pearl': must be empty, the package wandb is not installed"):
