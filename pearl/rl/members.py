@@ -11,14 +11,14 @@ import contextlib
 import secrets
 import socket
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
 from pearl.channel import ChannelError, Server
 from pearl.config import ElasticOptions
-from pearl.protocol import Event, Hello, Join, Ping, Ready, Refused, ToController
+from pearl.protocol import Event, Join, Ping, Ready, Refused, ToController
 from pearl.rl.heartbeat import Heartbeat
 
 PREFIX = "rank"
@@ -38,14 +38,13 @@ def number_of(name: str) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """One member. `peer`: the name under which it connected. `stale`: messages that it dropped, by its last report."""
+    """One of the external ones. `peer`: the name under which it connected. `stale`: messages that it dropped, by its last
+    report."""
 
     number: int
     peer: str
-    external: bool
-    hello: Hello | None = None
+    gpus: list[str]
     ready: Ready | None = None
-    gpus: list[str] = field(default_factory=list)
     stale: int = 0
 
     @property
@@ -100,9 +99,7 @@ class Externals:
     def admit(self, peer: str, join: Join, now: float) -> Member:
         """Gives the worker a number, for good; from now on it is watched."""
         number, self._next = self._next, self._next + 1
-        hello = Hello(rank=number, pid=join.pid, host=join.host, roles=["serve"])
-        gpus = list(join.gpus) or [name_of(number)]
-        member = Member(number=number, peer=peer, external=True, hello=hello, gpus=gpus)
+        member = Member(number=number, peer=peer, gpus=list(join.gpus) or [name_of(number)])
         self.members[number], self._numbers[peer] = member, number
         self._heartbeat.advance(now)  # time before it came does not count against it
         self._heartbeat.add(number, PREPARING * self._silence_s)
@@ -149,10 +146,10 @@ class Externals:
             self.server.socket.close(linger=1000)
 
     def _asked(self, peer: str, join: Join) -> None:
-        if not secrets.compare_digest(join.token, self.token):
+        if not secrets.compare_digest(join.token.encode(), self.token.encode()):  # of text it takes ASCII only
             self.dropped["bad_token"] += 1
             self.tell(peer, Refused(reason="the token is not that of this job"))
-        elif peer in self._numbers:
+        elif peer in self._numbers or any(peer == other for other, _ in self.joins):
             self.dropped["doubled"] += 1
         else:
             self.joins.append((peer, join))
