@@ -7,6 +7,7 @@ by; the loss of an external worker costs its requests no more than what was not 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,13 +16,13 @@ from typing import Any, Protocol
 
 from pearl import config as configuration
 from pearl.config import Config
+from pearl.engine.models.config import from_folder
 from pearl.metrics.jsonl import JsonlWriter
 from pearl.protocol import (
     Done,
     Event,
     Failed,
     HandedOff,
-    Interrupted,
     Join,
     Joined,
     Leave,
@@ -90,14 +91,13 @@ class Cluster:
         self.router = router
         self.collector: Collector | None = None
         self.service: ClusterService | None = None
-        self.ordered: set[int] = set()
-        """The numbers of all orders to single members."""
         self._driver, self._config = driver, driver.config
         self.claim = self._claim(False, now)
         self._log = JsonlWriter(driver.run / "transitions.jsonl")
         self._ready: dict[int, Ready] = {}
         self._version = -1
         self._model_folder = ""
+        self._vocab_size = 0
         self.followers = Followers(externals, router, driver.next_number)
         self._telemetry = TelemetryMeter()
         self._counts: Counter[str] = Counter()
@@ -178,14 +178,18 @@ class Cluster:
             case Report():
                 self._reported(name, event, now)
             case Done() if self.service is not None:
-                if not self.followers.answered(event.number, event.error, now):
-                    self.service.answered(event.number, error=event.error, now=now)
+                if not self.followers.answered(event.number, event.rank, event.error, now):
+                    self.service.answered(event.number, name, error=event.error, now=now)
                 if event.error:
                     print(f"{name}: {event.error}", flush=True)
 
     def take_external(self, event: Event, now: float) -> None:
-        """An event of an external worker. Its failure is its own."""
+        """An event of an external worker. Its failure is its own; what came along with it, but after it, counts no more."""
+        if event.rank not in self.externals.members:
+            return
         match event:
+            case Tokens() if wrong := _impossible(event, self._vocab_size):
+                self.gone(event.rank, wrong, now)
             case Ready():
                 self.externals.prepared(event.rank, event)
                 self._ready[event.rank] = event
@@ -194,8 +198,6 @@ class Cluster:
             case Failed():
                 print(f"external {event.rank}: {event.error}\n{event.traceback}", flush=True)
                 self.gone(event.rank, event.error, now)
-            case Interrupted():
-                self.feed(WorkerReclaimed(worker=name_of(event.rank), deadline=now + self._config.elastic.notice_s), now)
             case _:
                 self.take(event, now)
 
@@ -219,6 +221,7 @@ class Cluster:
         self._driver.notice(f"worker {member.name} is gone: {reason}")
 
     def _admit(self, peer: str, join: Join, now: float) -> None:
+        self._vocab_size = self._vocab_size or from_folder(Path(self._model_folder)).vocab_size
         member = self.externals.admit(peer, join, now)
         answer = Joined(
             rank=member.number,
@@ -269,6 +272,11 @@ class Cluster:
         self.feed(WeightsPublished(version=version), now)
         self.followers.publish(version, now)
 
+    def resumed(self) -> None:
+        """What the collector has counted so far was measured in a job before this one."""
+        if self.collector is not None:
+            self._counts = Counter(self.collector.counts)
+
     def measured(self, batch: Sequence[Group], makespan_s: float | None, now: float) -> None:
         """A batch is complete. `makespan_s`: its rollout, None if that was not what the run waited for.
 
@@ -316,7 +324,6 @@ class Cluster:
 
     def order(self, worker: str, make: Callable[[int], MemberOrder]) -> int:
         number = self._driver.next_number()
-        self.ordered.add(number)
         order = make(number)
         rank = number_of(worker)
         if rank in self.externals.members:
@@ -347,3 +354,14 @@ class Cluster:
         if member is not None:
             self.externals.tell(member.peer, Refused(reason=reason))
             self.externals.forget(number)
+
+
+def _impossible(event: Tokens, vocab_size: int) -> str:
+    """What of an engine step cannot be true, since no engine of this model says so; it would end the trainers."""
+    for update in event.updates:
+        ids, logprobs = update.token_ids, update.logprobs
+        if not len(ids) == len(logprobs) == len(update.weight_versions):
+            return f"request {update.request_id}: {len(ids)} tokens came with {len(logprobs)} log-probs"
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size and all(map(math.isfinite, logprobs))):
+            return f"request {update.request_id}: token ids must be in 0..{vocab_size - 1}, log-probs finite"
+    return ""
