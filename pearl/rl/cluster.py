@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from pearl import config as configuration
 from pearl.config import Config
 from pearl.engine.models.config import from_folder
-from pearl.metrics.jsonl import JsonlWriter
+from pearl.metrics.jsonl import JsonlWriter, read_jsonl
 from pearl.protocol import (
     Done,
     Event,
@@ -93,7 +93,10 @@ class Cluster:
         self.service: ClusterService | None = None
         self._driver, self._config = driver, driver.config
         self.claim = self._claim(False, now)
-        self._log = JsonlWriter(driver.run / "transitions.jsonl")
+        path = driver.run / "transitions.jsonl"
+        self._before = read_jsonl(path) if path.exists() else []
+        """Decisions of the same run, before it was resumed: numbers and times go on from there."""
+        self._log = JsonlWriter(path)
         self._ready: dict[int, Ready] = {}
         self._version = -1
         self._model_folder = ""
@@ -115,7 +118,9 @@ class Cluster:
         costs = guess_costs(max(one.kv_tokens for one in serving))
         workload = guess_workload(self._config, min(one.max_model_len for one in serving))
         scheduler = ClusterScheduler(settings, RuntimeProfile(costs, workload, guessed=True), self.router)
-        self.service = ClusterService(scheduler, self, self._finished, now)
+        played_s = max((row["at"] + (row["seconds"] or 0.0) for row in self._before), default=0.0)
+        self.service = ClusterService(scheduler, self, self._finished, now - played_s)
+        self.service.finished = len(self._before)
         lends = any(one.lends for one in ready.values())
         self.claim = self._claim(lends, now)
         for rank in layout.training if lends else ():

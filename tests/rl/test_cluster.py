@@ -267,6 +267,17 @@ def test_what_was_counted_before_a_resume_is_not_measured_again(folder: Path, tm
     assert fed[0].telemetry.env_s == pytest.approx(3.0 / turns)
 
 
+def test_transitions_of_a_resumed_run_go_on_from_those_before(folder: Path, tmp_path: Path) -> None:
+    first = Town(tmp_path, folder, serving=2, mode="split", ratio="1:1", seed=16)
+    first.until(lambda: first.shape == "1P1D" and not first.scheduler.log.open)
+    [before] = read_jsonl(tmp_path / "transitions.jsonl")
+    again = Town(tmp_path, folder, serving=2, mode="split", ratio="1:1", seed=17)
+    again.until(lambda: again.shape == "1P1D" and not again.scheduler.log.open)
+    [_, after] = read_jsonl(tmp_path / "transitions.jsonl")
+    assert after["at"] >= before["at"] + before["seconds"] > 0
+    assert again.cluster.metrics()["transitions"] == 2
+
+
 def test_a_rank_of_world_that_answers_no_order_ends_the_job(folder: Path, tmp_path: Path) -> None:
     town = Town(tmp_path, folder, serving=2, seed=12, change_timeout_s=5.0)
     town.stopped.add(2)
