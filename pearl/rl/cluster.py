@@ -157,6 +157,8 @@ class Cluster:
             self._admit(peer, join, now)
         for number in self.externals.watch(now):
             self.gone(number, f"silent for elastic.silence_s={self._config.elastic.silence_s:g} s", now)
+        for number in self.externals.stuck(now):
+            self.gone(number, f"its engine said nothing for elastic.stuck_s={self._config.elastic.stuck_s:g} s", now)
         self.claim.turn(now)
         self.service.tick(now)
         self.followers.turn(now)

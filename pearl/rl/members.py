@@ -18,7 +18,7 @@ import zmq
 
 from pearl.channel import ChannelError, Server
 from pearl.config import ElasticOptions
-from pearl.protocol import Event, Join, Ping, Ready, Refused, ToController
+from pearl.protocol import Event, Join, Ping, Pong, Ready, Refused, Report, ToController
 from pearl.rl.heartbeat import Heartbeat
 
 PREFIX = "rank"
@@ -73,6 +73,8 @@ class Externals:
         self._numbers: dict[str, int] = {}
         self._silence_s = options.silence_s
         self._heartbeat = Heartbeat(every_s=options.heartbeat_s, silence_s=options.silence_s, now=now)
+        self._loops = Heartbeat(every_s=options.heartbeat_s, silence_s=options.stuck_s, now=now)
+        """Of the main loops of those that serve; pings are answered by a thread of its own."""
 
     @property
     def ends(self) -> list[Server]:
@@ -92,6 +94,10 @@ class Externals:
                 self.tell(peer, Refused(reason="not a member of this job, or not any more"))
             else:
                 self._heartbeat.heard(number)
+                if isinstance(message, Report):  # of who serves one comes every second
+                    self._loops.add(number)
+                elif not isinstance(message, Pong):
+                    self._loops.heard(number)
                 events.append(message)
         self.dropped["unreadable"], self.server.rejected = self.dropped["unreadable"] + self.server.rejected, 0
         return events
@@ -116,6 +122,7 @@ class Externals:
         if member is not None:
             del self._numbers[member.peer]
             self._heartbeat.remove(number)
+            self._loops.remove(number)
 
     def send(self, number: int, message: Any) -> bool:
         """False if it is gone, or cannot be reached; nothing waits."""
@@ -140,6 +147,10 @@ class Externals:
             for number in self.members:
                 self.send(number, Ping(sequence=self._heartbeat.sequence))
         return silent
+
+    def stuck(self, now: float) -> list[int]:
+        """Those that serve and answer pings, but whose main loop has said nothing for too long."""
+        return self._loops.advance(now)
 
     def close(self) -> None:
         if self.server is not None:

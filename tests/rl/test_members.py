@@ -12,7 +12,7 @@ import zmq
 
 from pearl.channel import Client
 from pearl.config import ElasticOptions
-from pearl.protocol import Join, Ping, Pong, Ready, Refused, ToRank
+from pearl.protocol import Done, Join, Ping, Pong, Ready, Refused, Report, ToRank
 from pearl.rl.members import Externals, name_of, number_of
 
 LIMIT_S = 20.0
@@ -21,7 +21,7 @@ LIMIT_S = 20.0
 @pytest.fixture
 def door() -> Iterator[SimpleNamespace]:
     context = zmq.Context()
-    externals = Externals(context, ElasticOptions(listen="127.0.0.1:0", heartbeat_s=0.5, silence_s=3.0), 3, 0.0)
+    externals = Externals(context, ElasticOptions(listen="127.0.0.1:0", heartbeat_s=0.5, silence_s=3.0, stuck_s=10.0), 3, 0.0)
     server = externals.server
     assert server is not None
     yield SimpleNamespace(externals=externals, connect=lambda name: Client(context, server.address, name, ToRank))
@@ -131,6 +131,31 @@ def test_who_builds_its_engine_may_be_silent_for_longer(door: SimpleNamespace) -
     member = door.externals.admit(*door.externals.joins.pop(), 0.0)
     assert not [silent for now in range(1, 17) if (silent := door.externals.watch(float(now)))]
     assert [silent for now in range(17, 20) if (silent := door.externals.watch(float(now)))][-1] == [member.number]
+
+
+def test_a_main_loop_that_hangs_is_noticed_though_pings_are_answered(door: SimpleNamespace) -> None:
+    client = door.connect("a")
+    ask(door, client)
+    until(lambda: door.externals.receive() or door.externals.joins)
+    number = door.externals.admit(*door.externals.joins.pop(), 0.0).number
+
+    def says(event: Any) -> None:
+        client.send(event)
+        until(door.externals.receive)
+
+    for now in range(1, 30):  # it does not serve yet
+        assert not door.externals.stuck(float(now))
+    says(Report(rank=number, epoch=1, running=0, waiting=0, kv_used=0, kv_total=1, weight_version=0))
+    for now in range(30, 38):
+        assert not door.externals.stuck(float(now))
+    says(Done(rank=number, number=7, seconds=0.0))
+    for now in range(38, 47):
+        says(Pong(rank=number, sequence=now))
+        assert not door.externals.stuck(float(now))
+    says(Pong(rank=number, sequence=47))
+    assert [door.externals.stuck(float(now)) for now in (47, 48)] == [[], [number]]
+    door.externals.forget(number)
+    assert not door.externals.stuck(99.0)
 
 
 def test_an_invitation_outlives_its_job(door: SimpleNamespace) -> None:
