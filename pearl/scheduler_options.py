@@ -107,15 +107,17 @@ class SchedOptions:
 class ElasticOptions:
     """Workers that come and go while the job runs. `listen`: "HOST:PORT" where they may join (port 0: a free one); "" nowhere.
 
-    One that was silent for `silence_s` counts as gone; it is pinged every `heartbeat_s`. `reconnect_s`: for how long a worker
-    looks for a job that vanished; `notice_s`: what it is given to leave. `trace`: a file of arrivals and departures of nodes
-    (lines of ms, add or remove, node) to play with workers on this machine, `speedup` times as fast, and no more than
-    `trace_nodes` of them at a time.
+    One that was silent for `silence_s` counts as gone; it is pinged every `heartbeat_s`. So does one that answers pings, but
+    whose engine's loop has said nothing for `stuck_s` while it serves. `reconnect_s`: for how long a worker looks for a job
+    that vanished; `notice_s`: what it is given to leave. `trace`: a file of arrivals and departures of nodes (lines of ms, add
+    or remove, node) to play with workers on this machine, `speedup` times as fast, and no more than `trace_nodes` of them at a
+    time.
     """
 
     listen: str = ""
     heartbeat_s: float = 1.0
     silence_s: float = 5.0
+    stuck_s: float = 120.0
     reconnect_s: float = 60.0
     notice_s: float = 30.0
     trace: str = ""
@@ -123,7 +125,7 @@ class ElasticOptions:
     trace_nodes: int = 4
 
     def __post_init__(self) -> None:
-        above_zero(self, "elastic", "heartbeat_s", "silence_s", "reconnect_s", "notice_s", "speedup")
+        above_zero(self, "elastic", "heartbeat_s", "silence_s", "stuck_s", "reconnect_s", "notice_s", "speedup")
         at_least(self, "elastic", 1, "trace_nodes", whole=True)
         host, _, port = self.listen.rpartition(":")
         if self.listen and not (host and port.isdecimal() and int(port) < 65536):

@@ -51,6 +51,9 @@ class Activity:
                 self._end_role(rank, now)
                 if rank in roles:
                     self._roles[rank] = roles[rank], now
+                else:  # it never comes again
+                    for known in (self._busy, self._load, self._versions):
+                        known.pop(rank, None)
 
     def status(self, waiting_for: str, waited_s: float, queues: dict[str, int], roles: dict[int, str], now: float) -> Status:
         """Busy shares since the last call, and the rest of what a person wants to know."""

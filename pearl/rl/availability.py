@@ -32,19 +32,26 @@ class Nodes:
         self._most = most
         self.there: dict[str, None] = {}
         self.running: set[str] = set()
+        self._told: set[str] = set()
+        """Those of the running whose worker was told to go."""
 
     def change(self, change: NodeChange) -> str | None:
-        """The node whose worker has to go, if any."""
+        """The node whose worker has to be told to go, if any."""
         if change.add:
             self.there[change.node] = None
             return None
         self.there.pop(change.node, None)
-        return change.node if change.node in self.running else None
+        if change.node not in self.running or change.node in self._told:
+            return None
+        self._told.add(change.node)
+        return change.node
 
     def ended(self, node: str) -> None:
-        """Its worker has ended; a node whose worker ended by itself gets no other."""
+        """Its worker has ended; a node whose worker ended by itself gets no other, one that came again meanwhile does."""
         self.running.discard(node)
-        self.there.pop(node, None)
+        if node not in self._told:
+            self.there.pop(node, None)
+        self._told.discard(node)
 
     def starts(self) -> list[str]:
         """The nodes that get a worker now."""

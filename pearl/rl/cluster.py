@@ -7,6 +7,7 @@ by; the loss of an external worker costs its requests no more than what was not 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,13 +16,13 @@ from typing import Any, Protocol
 
 from pearl import config as configuration
 from pearl.config import Config
-from pearl.metrics.jsonl import JsonlWriter
+from pearl.engine.models.config import from_folder
+from pearl.metrics.jsonl import JsonlWriter, read_jsonl
 from pearl.protocol import (
     Done,
     Event,
     Failed,
     HandedOff,
-    Interrupted,
     Join,
     Joined,
     Leave,
@@ -90,14 +91,16 @@ class Cluster:
         self.router = router
         self.collector: Collector | None = None
         self.service: ClusterService | None = None
-        self.ordered: set[int] = set()
-        """The numbers of all orders to single members."""
         self._driver, self._config = driver, driver.config
         self.claim = self._claim(False, now)
-        self._log = JsonlWriter(driver.run / "transitions.jsonl")
+        path = driver.run / "transitions.jsonl"
+        self._before = read_jsonl(path) if path.exists() else []
+        """Decisions of the same run, before it was resumed: numbers and times go on from there."""
+        self._log = JsonlWriter(path)
         self._ready: dict[int, Ready] = {}
         self._version = -1
         self._model_folder = ""
+        self._vocab_size = 0
         self.followers = Followers(externals, router, driver.next_number)
         self._telemetry = TelemetryMeter()
         self._counts: Counter[str] = Counter()
@@ -115,7 +118,9 @@ class Cluster:
         costs = guess_costs(max(one.kv_tokens for one in serving))
         workload = guess_workload(self._config, min(one.max_model_len for one in serving))
         scheduler = ClusterScheduler(settings, RuntimeProfile(costs, workload, guessed=True), self.router)
-        self.service = ClusterService(scheduler, self, self._finished, now)
+        played_s = max((row["at"] + (row["seconds"] or 0.0) for row in self._before), default=0.0)
+        self.service = ClusterService(scheduler, self, self._finished, now - played_s)
+        self.service.finished = len(self._before)
         lends = any(one.lends for one in ready.values())
         self.claim = self._claim(lends, now)
         for rank in layout.training if lends else ():
@@ -152,6 +157,8 @@ class Cluster:
             self._admit(peer, join, now)
         for number in self.externals.watch(now):
             self.gone(number, f"silent for elastic.silence_s={self._config.elastic.silence_s:g} s", now)
+        for number in self.externals.stuck(now):
+            self.gone(number, f"its engine said nothing for elastic.stuck_s={self._config.elastic.stuck_s:g} s", now)
         self.claim.turn(now)
         self.service.tick(now)
         self.followers.turn(now)
@@ -178,14 +185,18 @@ class Cluster:
             case Report():
                 self._reported(name, event, now)
             case Done() if self.service is not None:
-                if not self.followers.answered(event.number, event.error, now):
-                    self.service.answered(event.number, error=event.error, now=now)
+                if not self.followers.answered(event.number, event.rank, event.error, now):
+                    self.service.answered(event.number, name, error=event.error, now=now)
                 if event.error:
                     print(f"{name}: {event.error}", flush=True)
 
     def take_external(self, event: Event, now: float) -> None:
-        """An event of an external worker. Its failure is its own."""
+        """An event of an external worker. Its failure is its own; what came along with it, but after it, counts no more."""
+        if event.rank not in self.externals.members:
+            return
         match event:
+            case Tokens() if wrong := _impossible(event, self._vocab_size):
+                self.gone(event.rank, wrong, now)
             case Ready():
                 self.externals.prepared(event.rank, event)
                 self._ready[event.rank] = event
@@ -194,8 +205,6 @@ class Cluster:
             case Failed():
                 print(f"external {event.rank}: {event.error}\n{event.traceback}", flush=True)
                 self.gone(event.rank, event.error, now)
-            case Interrupted():
-                self.feed(WorkerReclaimed(worker=name_of(event.rank), deadline=now + self._config.elastic.notice_s), now)
             case _:
                 self.take(event, now)
 
@@ -219,6 +228,7 @@ class Cluster:
         self._driver.notice(f"worker {member.name} is gone: {reason}")
 
     def _admit(self, peer: str, join: Join, now: float) -> None:
+        self._vocab_size = self._vocab_size or from_folder(Path(self._model_folder)).vocab_size
         member = self.externals.admit(peer, join, now)
         answer = Joined(
             rank=member.number,
@@ -269,6 +279,11 @@ class Cluster:
         self.feed(WeightsPublished(version=version), now)
         self.followers.publish(version, now)
 
+    def resumed(self) -> None:
+        """What the collector has counted so far was measured in a job before this one."""
+        if self.collector is not None:
+            self._counts = Counter(self.collector.counts)
+
     def measured(self, batch: Sequence[Group], makespan_s: float | None, now: float) -> None:
         """A batch is complete. `makespan_s`: its rollout, None if that was not what the run waited for.
 
@@ -316,7 +331,6 @@ class Cluster:
 
     def order(self, worker: str, make: Callable[[int], MemberOrder]) -> int:
         number = self._driver.next_number()
-        self.ordered.add(number)
         order = make(number)
         rank = number_of(worker)
         if rank in self.externals.members:
@@ -347,3 +361,14 @@ class Cluster:
         if member is not None:
             self.externals.tell(member.peer, Refused(reason=reason))
             self.externals.forget(number)
+
+
+def _impossible(event: Tokens, vocab_size: int) -> str:
+    """What of an engine step cannot be true, since no engine of this model says so; it would end the trainers."""
+    for update in event.updates:
+        ids, logprobs = update.token_ids, update.logprobs
+        if not len(ids) == len(logprobs) == len(update.weight_versions):
+            return f"request {update.request_id}: {len(ids)} tokens came with {len(logprobs)} log-probs"
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size and all(map(math.isfinite, logprobs))):
+            return f"request {update.request_id}: token ids must be in 0..{vocab_size - 1}, log-probs finite"
+    return ""

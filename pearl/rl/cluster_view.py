@@ -55,7 +55,6 @@ def cluster_metrics(service: ClusterService, collector: Collector) -> dict[str, 
         "handed_over": collector.handoffs.counts["taken"],
         "interrupted": counts["interrupted"],
         "requeued": counts["requeued"],
-        "late_tokens": counts["late_tokens"],
         "scheduler_cpu_s": service.seconds,
     }
 

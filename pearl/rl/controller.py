@@ -178,9 +178,11 @@ class Controller:
     def _invite(self) -> None:
         """Says where external workers may join, to people and in the run directory."""
         if self.externals.invitation:
-            path = self.run / JOIN_ADDRESS
-            path.touch(mode=0o600)
-            path.write_text(self.externals.invitation + "\n")
+            fresh = self.run / f".{JOIN_ADDRESS}"  # aside: who waits for the file reads all of it
+            fresh.unlink(missing_ok=True)
+            fresh.touch(mode=0o600)
+            fresh.write_text(self.externals.invitation + "\n")
+            fresh.replace(self.run / JOIN_ADDRESS)
             self.notice(f"workers may join: python -m pearl.rl.join {self.externals.invitation}")
 
     def end(self, stop: Stop) -> None:
@@ -296,10 +298,10 @@ class Controller:
                 self.cluster.take(message, self.clock.now())
             case Done():
                 self.activity.end(message.rank, self.clock.now())
-                if message.number in self.cluster.ordered:
-                    self.cluster.take(message, self.clock.now())
-                else:
+                if message.number in self._done:
                     self._done[message.number][message.rank] = message
+                else:  # of an order to one member
+                    self.cluster.take(message, self.clock.now())
             case Hello():
                 self._hellos[message.rank] = message
                 self._heartbeat.advance(self.clock.now())  # time before it came does not count against it

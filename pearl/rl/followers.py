@@ -59,11 +59,12 @@ class Followers:
         """A member said which version it has."""
         self._has[number] = max(version, self._has.get(number, -1))
 
-    def answered(self, order: int, error: str, now: float) -> bool:
-        """Whether the answer was one to a fetch."""
-        number, version = self._open.pop(order, (-1, -1))
-        if number < 0:
+    def answered(self, order: int, number: int, error: str, now: float) -> bool:
+        """Whether the answer of this member was one to a fetch that it was told."""
+        asked, version = self._open.get(order, (-1, -1))
+        if asked != number:
             return False
+        del self._open[order]
         # A worker with a newer order has left older ones out.
         self._open = {other: fetch for other, fetch in self._open.items() if fetch[0] != number or other > order}
         if error:

@@ -118,7 +118,8 @@ class HandOffs:
         if transfer_id is not None:
             move = self._close(transfer_id)
             self._send(move.target, Abort(request_ids=[request_id]))
-            self._send(move.source, Abort(request_ids=[request_id]))
+            has_kv_alone = FinishExport(transfer_id=transfer_id, ok=True)
+            self._send(move.source, has_kv_alone if move.taken else Abort(request_ids=[request_id]))
 
     def lost(self, worker: str) -> list[TokenUpdate]:
         """A member is gone: what was on its way to it stays where it was; ends of requests that now count."""

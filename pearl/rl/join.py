@@ -90,6 +90,7 @@ class External:
                 return 1, False
             return self._serve(link, answer), True
         finally:
+            self._link = None  # a signal that comes now finds no job to tell
             link.close()
 
     def _serve(self, link: Link, joined: Joined) -> int | None:

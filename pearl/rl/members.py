@@ -11,14 +11,14 @@ import contextlib
 import secrets
 import socket
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
 from pearl.channel import ChannelError, Server
 from pearl.config import ElasticOptions
-from pearl.protocol import Event, Hello, Join, Ping, Ready, Refused, ToController
+from pearl.protocol import Event, Join, Ping, Pong, Ready, Refused, Report, ToController
 from pearl.rl.heartbeat import Heartbeat
 
 PREFIX = "rank"
@@ -38,14 +38,13 @@ def number_of(name: str) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """One member. `peer`: the name under which it connected. `stale`: messages that it dropped, by its last report."""
+    """One of the external ones. `peer`: the name under which it connected. `stale`: messages that it dropped, by its last
+    report."""
 
     number: int
     peer: str
-    external: bool
-    hello: Hello | None = None
+    gpus: list[str]
     ready: Ready | None = None
-    gpus: list[str] = field(default_factory=list)
     stale: int = 0
 
     @property
@@ -74,6 +73,8 @@ class Externals:
         self._numbers: dict[str, int] = {}
         self._silence_s = options.silence_s
         self._heartbeat = Heartbeat(every_s=options.heartbeat_s, silence_s=options.silence_s, now=now)
+        self._loops = Heartbeat(every_s=options.heartbeat_s, silence_s=options.stuck_s, now=now)
+        """Of the main loops of those that serve; pings are answered by a thread of its own."""
 
     @property
     def ends(self) -> list[Server]:
@@ -93,6 +94,10 @@ class Externals:
                 self.tell(peer, Refused(reason="not a member of this job, or not any more"))
             else:
                 self._heartbeat.heard(number)
+                if isinstance(message, Report):  # of who serves one comes every second
+                    self._loops.add(number)
+                elif not isinstance(message, Pong):
+                    self._loops.heard(number)
                 events.append(message)
         self.dropped["unreadable"], self.server.rejected = self.dropped["unreadable"] + self.server.rejected, 0
         return events
@@ -100,9 +105,7 @@ class Externals:
     def admit(self, peer: str, join: Join, now: float) -> Member:
         """Gives the worker a number, for good; from now on it is watched."""
         number, self._next = self._next, self._next + 1
-        hello = Hello(rank=number, pid=join.pid, host=join.host, roles=["serve"])
-        gpus = list(join.gpus) or [name_of(number)]
-        member = Member(number=number, peer=peer, external=True, hello=hello, gpus=gpus)
+        member = Member(number=number, peer=peer, gpus=list(join.gpus) or [name_of(number)])
         self.members[number], self._numbers[peer] = member, number
         self._heartbeat.advance(now)  # time before it came does not count against it
         self._heartbeat.add(number, PREPARING * self._silence_s)
@@ -119,6 +122,7 @@ class Externals:
         if member is not None:
             del self._numbers[member.peer]
             self._heartbeat.remove(number)
+            self._loops.remove(number)
 
     def send(self, number: int, message: Any) -> bool:
         """False if it is gone, or cannot be reached; nothing waits."""
@@ -144,15 +148,19 @@ class Externals:
                 self.send(number, Ping(sequence=self._heartbeat.sequence))
         return silent
 
+    def stuck(self, now: float) -> list[int]:
+        """Those that serve and answer pings, but whose main loop has said nothing for too long."""
+        return self._loops.advance(now)
+
     def close(self) -> None:
         if self.server is not None:
             self.server.socket.close(linger=1000)
 
     def _asked(self, peer: str, join: Join) -> None:
-        if not secrets.compare_digest(join.token, self.token):
+        if not secrets.compare_digest(join.token.encode(), self.token.encode()):  # of text it takes ASCII only
             self.dropped["bad_token"] += 1
             self.tell(peer, Refused(reason="the token is not that of this job"))
-        elif peer in self._numbers:
+        elif peer in self._numbers or any(peer == other for other, _ in self.joins):
             self.dropped["doubled"] += 1
         else:
             self.joins.append((peer, join))

@@ -85,4 +85,5 @@ class PullFetcher:
             )
             self._bytes += report.nbytes
         except (OSError, RuntimeError, ValueError) as error:
-            self._error = error
+            if holders is self._holders:  # else nobody waits for it: the next order has its own
+                self._error = error

@@ -25,7 +25,7 @@ from pearl.rl.checkpoint_folder import CheckpointFolder, Skipped, load
 from pearl.rl.controller_state import ControllerState
 
 LOCK_FILE = "run.lock"
-ROW_FILES = ("metrics.jsonl", "trajectories.jsonl")
+ROW_FILES = ("metrics.jsonl", "trajectories.jsonl", "transitions.jsonl")
 
 FIXED = ("seed", "rollout_batch_size", "group_size", "model", "env.name", "env.options")
 """What a resumed run cannot change: which groups were started, and what they played, depends on it."""

@@ -112,6 +112,7 @@ class Serving:
                 for request_id in message.request_ids:
                     self._live.discard(request_id)
                     self.engine.discard(request_id)
+                self._offered = {name: one for name, one in self._offered.items() if one not in message.request_ids}
             case HandOver():
                 self._hand_over(message.request_ids)
             case TakeOver():

@@ -183,6 +183,7 @@ class TrainingRun:
         self._record_step = state.step + 1
         self._successes = list(state.successes)
         self._collector.resumed({name: int(count) for name, count in state.counters.items()})
+        self._driver.cluster.resumed()
         self._train_command(lambda number: Restore(number=number, path=str(checkpoint / TRAINER_FOLDER)))
         for episode in unplayed:
             self._collector.start(episode.trajectory_id, group_id=episode.group_id, env_seed=episode.env_seed, purpose="train")

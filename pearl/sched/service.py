@@ -57,7 +57,7 @@ class ClusterPort(Protocol):
 class ClusterService:
     """Drives `scheduler`; `write` gets a row per finished decision, with the names of `Decision.row` and times since `began`.
 
-    `counts`: answers of no order that is open ("stale_answers").
+    `counts`: answers to no open order of that worker ("stale_answers").
     """
 
     def __init__(
@@ -101,16 +101,17 @@ class ClusterService:
             self._ticked = now
             self.feed(Tick(), now)
 
-    def answered(self, number: int, *, error: str, now: float) -> None:
-        """A member answered the order of this number; answers to what is not open are counted and forgotten.
+    def answered(self, number: int, worker: str, *, error: str, now: float) -> None:
+        """A member answered the order of this number; answers to what is not open, or another's, are counted and forgotten.
 
         What the order took is the time from when it was sent: nobody has any use of the worker before the answer is here.
         """
         self.changes += 1
-        worker, epoch, sent = self._open.pop(number, ("", -1, now))
-        if not worker:
+        asked, epoch, sent = self._open.get(number, ("", -1, now))
+        if asked != worker:
             self.counts["stale_answers"] += 1
             return
+        del self._open[number]
         self.feed(OrderDone(worker=worker, epoch=epoch, ok=not error, seconds=now - sent, error=error), now)
 
     def gone(self, worker: str, reason: str, now: float) -> None:

@@ -46,6 +46,19 @@ def test_a_worker_that_ended_by_itself_gets_no_other_before_its_node_comes_again
     assert nodes.starts() == ["a"]
 
 
+def test_a_node_that_comes_again_while_its_worker_leaves_gets_another() -> None:
+    nodes = Nodes(1)
+    nodes.change(change("a"))
+    nodes.starts()
+    assert nodes.change(change("a", add=False)) == "a"
+    nodes.change(change("a"))
+    assert nodes.change(change("a", add=False)) is None  # told once: the second time would be an order to end at once
+    nodes.change(change("a"))
+    assert nodes.starts() == []
+    nodes.ended("a")
+    assert nodes.starts() == ["a"]
+
+
 @pytest.mark.slow
 def test_a_job_lives_through_a_trace(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"

@@ -12,7 +12,8 @@ from engine_cases import model
 
 from pearl.config import ExpandSettings
 from pearl.metrics.jsonl import read_jsonl
-from pearl.protocol import Done, Leaving, Report, TakenOver
+from pearl.protocol import Done, Failed, Leaving, Ready, Report, TakenOver, Tokens, TokenUpdate
+from pearl.rl.types import Group
 
 EPISODES = 24
 
@@ -227,6 +228,54 @@ def test_messages_of_strangers_and_of_the_dead_change_nothing(folder: Path, tmp_
     town.cluster.take(Done(rank=1, number=99_999, seconds=0.0), now)
     assert dict(state.workers) == before and state.dropped["epoch_ahead"] == 1
     assert town.collector.handoffs.counts["unknown"] == 1 and town.cluster.service.counts["stale_answers"] == 1
+
+
+def test_what_comes_along_with_an_external_worker_s_failure_counts_no_more(folder: Path, tmp_path: Path) -> None:
+    town = Town(tmp_path, folder, serving=1, seed=13)
+    number, now = town.join(), town.clock.now()
+    town.cluster.take_external(Failed(rank=number, error="broken"), now)
+    assert number not in town.externals.members
+    for event in (Ready(rank=number, max_model_len=9), Leaving(rank=number, notice_s=1.0)):
+        town.cluster.take_external(event, now)
+    assert f"rank{number}" not in town.scheduler.state.workers and town.failures == []
+
+
+@pytest.mark.parametrize(
+    "tokens", [([100_000], [0.0], [1]), ([-1], [0.0], [1]), ([5], [float("nan")], [1]), ([5, 6], [0.0], [1])]
+)
+def test_an_external_worker_whose_tokens_cannot_be_true_is_sent_away(folder: Path, tmp_path: Path, tokens: tuple) -> None:
+    town = Town(tmp_path, folder, serving=1, seed=14)
+    number = town.join()
+    update = TokenUpdate(request_id="0/0", token_ids=tokens[0], logprobs=tokens[1], weight_versions=tokens[2])
+    event = Tokens(rank=number, updates=[update], seconds=0.0, waiting=0, running=1, free_blocks=9)
+    town.cluster.take_external(event, town.clock.now())
+    assert number not in town.externals.members and "request 0/0" in town.notices[-1]
+    assert town.collector.counts["generated_tokens"] == 0
+
+
+def test_what_was_counted_before_a_resume_is_not_measured_again(folder: Path, tmp_path: Path) -> None:
+    town = Town(tmp_path, folder, serving=1, seed=15)
+    town.collector.resumed({"prompt_tokens": 10**6, "cached_tokens": 10**6, "trajectories": 10**6})
+    town.cluster.resumed()
+    town.start(4)
+    town.play()
+    town.pool.seconds, fed = 3.0, []
+    town.cluster.feed = lambda event, now: fed.append(event)
+    batch = [Group(group_id=0, env_seed=0, trajectories=list(town.ended.values()))]
+    town.cluster.measured(batch, None, town.clock.now() + 2.0)
+    turns = sum(len(one.turns) for one in town.ended.values())
+    assert fed[0].telemetry.env_s == pytest.approx(3.0 / turns)
+
+
+def test_transitions_of_a_resumed_run_go_on_from_those_before(folder: Path, tmp_path: Path) -> None:
+    first = Town(tmp_path, folder, serving=2, mode="split", ratio="1:1", seed=16)
+    first.until(lambda: first.shape == "1P1D" and not first.scheduler.log.open)
+    [before] = read_jsonl(tmp_path / "transitions.jsonl")
+    again = Town(tmp_path, folder, serving=2, mode="split", ratio="1:1", seed=17)
+    again.until(lambda: again.shape == "1P1D" and not again.scheduler.log.open)
+    [_, after] = read_jsonl(tmp_path / "transitions.jsonl")
+    assert after["at"] >= before["at"] + before["seconds"] > 0
+    assert again.cluster.metrics()["transitions"] == 2
 
 
 def test_a_rank_of_world_that_answers_no_order_ends_the_job(folder: Path, tmp_path: Path) -> None:

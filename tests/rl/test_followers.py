@@ -54,7 +54,9 @@ def test_fetching_begins_with_the_announcement_and_who_is_behind_is_held_once_it
     assert (to, order.weight_version, order.pulls) == (number, 1, [ROOT]) and not stage.held(number)
     stage.followers.publish(1, 0.1)
     assert stage.held(number) and not stage.taken()
-    assert stage.followers.answered(order.number, "", 0.2)
+    assert not stage.followers.answered(order.number, number + 1, "", 0.2)  # it was not asked
+    assert stage.held(number)
+    assert stage.followers.answered(order.number, number, "", 0.2)
     assert not stage.held(number)
 
 
@@ -73,7 +75,7 @@ def test_a_failed_fetch_is_tried_again_after_a_rest() -> None:
     stage.followers.announce(1, [ROOT], 0.0)
     stage.followers.publish(1, 0.0)
     [(_, first)] = stage.taken()
-    stage.followers.answered(first.number, "nobody gave it", 1.0)
+    stage.followers.answered(first.number, number, "nobody gave it", 1.0)
     stage.followers.turn(1.0 + AGAIN_S / 2)
     assert not stage.taken() and stage.held(number) and stage.followers.failed == 1
     stage.followers.turn(1.0 + AGAIN_S)
@@ -91,9 +93,9 @@ def test_a_newer_version_is_ordered_over_an_older_one_whose_answer_may_never_com
         stage.followers.publish(version, float(version))
     orders = [order for _, order in stage.taken()]
     assert [order.weight_version for order in orders] == [1, 2, 3]
-    stage.followers.answered(orders[2].number, "", 4.0)
+    stage.followers.answered(orders[2].number, number, "", 4.0)
     assert not stage.held(number)
-    assert not stage.followers.answered(orders[0].number, "", 4.0)  # no longer waited for
+    assert not stage.followers.answered(orders[0].number, number, "", 4.0)  # no longer waited for
 
 
 def test_workers_take_a_version_from_each_other_and_few_ask_the_trainers() -> None:
@@ -117,7 +119,7 @@ def test_whoever_is_gone_is_forgotten_and_a_later_one_is_told_at_once() -> None:
     stage.externals.forget(number)
     stage.followers.forget(number)
     stage.router.lose_worker(f"rank{number}")
-    assert not stage.followers.answered(order.number, "", 1.0)
+    assert not stage.followers.answered(order.number, number, "", 1.0)
     late = stage.serve()
     stage.followers.turn(2.0)
     assert [to for to, _ in stage.taken()] == [late] and stage.held(late)

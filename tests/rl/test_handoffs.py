@@ -188,6 +188,15 @@ def test_a_trajectory_that_ends_on_the_way_ends_on_both_sides() -> None:
     assert stage.take() == []
 
 
+def test_a_trajectory_that_ends_while_its_kv_is_read_frees_the_source() -> None:
+    stage = Stage()
+    target = stage.offer()
+    stage.answer(target, ok=True, arrived=False)
+    stage.take()
+    stage.moves.ended("s/0")
+    assert stage.take() == [(target, Abort(request_ids=["s/0"])), ("p", FinishExport(transfer_id="t1", ok=True))]
+
+
 def test_a_doubled_offer_is_one() -> None:
     stage = Stage()
     stage.offer()

@@ -54,7 +54,7 @@ def job() -> Iterator[Job]:
 
 @pytest.fixture
 def link(job: Job) -> Iterator[Link]:
-    link = Link(job.address, 2.0, ["gpu0"])
+    link = Link(job.address, 60.0, ["gpu0"])
     link.start()
     yield link
     link.close()
@@ -89,7 +89,6 @@ def test_it_answers_heartbeats_under_its_number_and_passes_orders_on(job: Job, l
 
 
 def test_it_asks_again_until_somebody_answers(job: Job, link: Link) -> None:
-    link.silence_s = 60.0
     job.until(lambda: len(job.of(Join)) >= 2, "a second try")
     job.admit()
     assert link.answered.wait(LIMIT_S)
@@ -100,6 +99,7 @@ def test_it_asks_again_until_somebody_answers(job: Job, link: Link) -> None:
 def test_a_job_that_falls_silent_is_lost_and_the_loop_hears_of_it(job: Job, link: Link) -> None:
     job.admit()
     assert link.answered.wait(LIMIT_S)
+    link.silence_s = 2.0
     [stop] = link.take(LIMIT_S)
     assert isinstance(stop, Stop) and stop.exit_code == EXIT_LOST and "silent for 2 s" in stop.reason
     assert link.lost
@@ -108,11 +108,9 @@ def test_a_job_that_falls_silent_is_lost_and_the_loop_hears_of_it(job: Job, link
 def test_a_worker_that_is_no_longer_known_is_lost_at_once(job: Job, link: Link) -> None:
     peer = job.admit()
     assert link.answered.wait(LIMIT_S)
-    began = time.monotonic()
     job.server.send(peer, Refused(reason="not a member any more"))
     [stop] = link.take(LIMIT_S)
     assert stop.exit_code == EXIT_LOST and "not a member any more" in stop.reason
-    assert time.monotonic() - began < 1.5
 
 
 def test_who_is_refused_is_told_why(job: Job, link: Link) -> None:

@@ -17,7 +17,7 @@ from pearl.metrics.jsonl import JsonlWriter, read_jsonl
 from pearl.rl.buffer import Buffer
 from pearl.rl.checkpoint_folder import MARKER, CheckpointFolder
 from pearl.rl.controller_state import ControllerState, capture, restore
-from pearl.rl.run_state import RunLock, check_settings, how_to_go_on, open_run, rewind_run
+from pearl.rl.run_state import ROW_FILES, RunLock, check_settings, how_to_go_on, open_run, rewind_run
 
 CONFIG = Config(recipe="quickstart", seed=3, max_steps=10, save_steps=2)
 
@@ -124,13 +124,13 @@ def test_after_rewind_nothing_is_newer_than_the_step(tmp_path: Path) -> None:
         episodes.write({"trajectory_id": f"{step}-0", "step": step}, {"trajectory_id": f"eval-{step}"})
     rows.close()
     episodes.close()
-    assert rewind_run(run, 4) == {"metrics.jsonl": 3, "trajectories.jsonl": 3}
+    assert rewind_run(run, 4) == {"metrics.jsonl": 3, "trajectories.jsonl": 3, "transitions.jsonl": 0}
     assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3, 4]
     assert [row["step"] for row in read_jsonl(run / "metrics.lost-1.jsonl")] == [5, 6, 7]
     assert [row["trajectory_id"] for row in read_jsonl(run / "trajectories.lost-1.jsonl")] == ["5-0", "6-0", "7-0"]
     assert len(read_jsonl(run / "trajectories.jsonl")) == 11
     assert open_run(run).checkpoint.name == "step_000004"
-    assert rewind_run(run, 4) == {"metrics.jsonl": 0, "trajectories.jsonl": 0}
+    assert rewind_run(run, 4) == dict.fromkeys(ROW_FILES, 0)
 
 
 HOLDER = """

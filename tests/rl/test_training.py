@@ -103,6 +103,9 @@ class Cluster:
         self.versions: list[int] = []
         self.claim = TrainersClaim(lambda event, now: None, lends=False, weighed=False, deadline_s=1.0, now=clock.now())
 
+    def resumed(self) -> None:
+        pass
+
     def publishing(self, version: int, now: float) -> None:
         pass
 

@@ -70,7 +70,7 @@ class Stage:
         self.start = len(self.port.orders)
         self.now += 0.5
         for number in range(start, self.start):
-            self.service.answered(number, error="", now=self.now)
+            self.service.answered(number, self.port.orders[number][0], error="", now=self.now)
         return taken
 
     start = 0
@@ -89,24 +89,34 @@ def test_roles_are_ordered_and_answers_count_once() -> None:
     assert (row["kind"], row["after"], row["at"], row["seconds"], row["ok"]) == ("switch", "1P1D", 1.0, 0.5, True)
     before = dict(stage.scheduler.state.workers)
     for number in (0, 1, 77):
-        stage.service.answered(number, error="", now=stage.now)
+        stage.service.answered(number, "rank1", error="", now=stage.now)
     assert stage.service.counts["stale_answers"] == 3 and dict(stage.scheduler.state.workers) == before
+
+
+def test_nobody_answers_for_another() -> None:
+    stage = Stage(pd=PdSettings(mode="split", ratio="1:1"))
+    stage.feed(joined("rank1", 1), joined("rank2", 2))
+    stage.tick()
+    stage.service.answered(0, "rank2", error="", now=stage.now)
+    assert stage.service.counts["stale_answers"] == 1 and stage.scheduler.state.workers["rank1"].role == "mixed"
+    stage.service.answered(0, "rank1", error="", now=stage.now)
+    assert stage.scheduler.state.workers["rank1"].role == str(stage.port.orders[0][1].role)
 
 
 def test_an_order_that_failed_is_repeated_and_the_old_answer_is_stale() -> None:
     stage = Stage(pd=PdSettings(mode="split", ratio="1:1"))
     stage.feed(joined("rank1", 1), joined("rank2", 2))
     stage.tick()
-    stage.service.answered(1, error="not now", now=stage.now)
+    stage.service.answered(1, "rank2", error="not now", now=stage.now)
     assert stage.scheduler.state.shape().total == 2
-    stage.service.answered(0, error="", now=stage.now)
+    stage.service.answered(0, "rank1", error="", now=stage.now)
     for _ in range(130):
         stage.tick()
         if len(stage.port.orders) > 2:
             break
     worker, order = stage.port.orders[2]
     assert worker == stage.port.orders[1][0] and order.epoch > stage.port.orders[1][1].epoch
-    stage.service.answered(1, error="", now=stage.now)
+    stage.service.answered(1, "rank2", error="", now=stage.now)
     assert stage.service.counts["stale_answers"] == 1
     stage.take()
     assert str(stage.scheduler.state.shape()) == "1P1D"
