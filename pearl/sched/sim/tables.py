@@ -47,7 +47,8 @@ def spread_of(values: Iterable[float]) -> Spread:
 def throughput(result: SimResult) -> float:
     """(rollout tokens + training tokens) per second over whole steps; 0 without one.
 
-    Rollout tokens are those of the trajectories that were trained, each once: prompts that are computed again are no output.
+    Rollout tokens are all those of the trajectories that were trained, prompts and observations too, each once: what is
+    computed again is no output.
     """
     if not result.steps:
         return 0.0
