@@ -160,7 +160,7 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True, tag="joined"):
     model_folder: str
     weight_version: int
     pulls: list[str] = []
-    files: dict[str, str] = msgspec.field(default_factory=dict)
+    files: dict[str, str] = {}
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):

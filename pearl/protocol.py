@@ -264,7 +264,7 @@ class Done(Event, frozen=True, kw_only=True, tag="done"):
 
     number: int
     seconds: float
-    metrics: dict[str, int | float | None] = msgspec.field(default_factory=dict)
+    metrics: dict[str, int | float | None] = {}
     error: str = ""
 
 
