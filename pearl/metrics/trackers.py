@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import secrets
 import struct
 import time
 import warnings
@@ -57,15 +58,19 @@ class EventFile:
 
 
 class WandbRun:
-    """A run of Weights & Biases, its name being that of the run's folder. ValueError without the package.
+    """A run of Weights & Biases, its name being that of the run's folder, its id in a file there: a resumed run goes on in it,
+    wherever the folder is by then. ValueError without the package.
 
     Points go by the row's own step, not by a counter of the service's: a resumed run may make steps once more. A row that the
     service does not take is warned of, and goes no further: the run's own files have it.
     """
 
     def __init__(self, project: str, run: Path, config: dict[str, Any]) -> None:
-        wandb = load_wandb(project)
-        self._run = wandb.init(project=project, id=run.name, name=run.name, resume="allow", config=config, dir=str(run))
+        wandb, known = load_wandb(project), run / "wandb_id"
+        if not known.exists():
+            known.write_text(secrets.token_hex(8))
+        settings = {"project": project, "id": known.read_text(), "name": run.resolve().name, "config": config}
+        self._run = wandb.init(resume="allow", dir=str(run), **settings)
         self._run.define_metric("*", step_metric="step")
 
     def write(self, row: dict[str, Any]) -> None:

@@ -101,7 +101,13 @@ def test_wandb_goes_by_the_rows_own_step(tmp_path: Path, monkeypatch: pytest.Mon
     for step in (4, 5, 4):  # the last one after a resume
         tracker.write({"step": step, "loss": 0.5, "serving_shape": "4M"})
     tracker.close()
-    assert (asked["project"], asked["id"], asked["resume"]) == ("pearl", tmp_path.name, "allow")
+    assert (asked["project"], asked["name"], asked["resume"]) == ("pearl", tmp_path.name, "allow")
+    known = asked["id"]
+    trackers_of(Config(wandb="pearl"), tmp_path)
+    assert asked["id"] == known and len(known) == 16
+    (tmp_path / "other").mkdir()
+    trackers_of(Config(wandb="pearl"), tmp_path / "other")
+    assert asked["id"] != known
     assert run.defined == [("*", "step")] and run.finished
     assert run.logged == [{"step": step, "loss": 0.5} for step in (4, 5, 4)]
 
