@@ -102,14 +102,14 @@ def test_wandb_goes_by_the_rows_own_step(tmp_path: Path, monkeypatch: pytest.Mon
         tracker.write({"step": step, "loss": 0.5, "serving_shape": "4M"})
     tracker.close()
     assert (asked["project"], asked["name"], asked["resume"]) == ("pearl", tmp_path.name, "allow")
+    assert run.defined == [("*", "step")] and run.finished
+    assert run.logged == [{"step": step, "loss": 0.5} for step in (4, 5, 4)]
     known = asked["id"]
     trackers_of(Config(wandb="pearl"), tmp_path)
     assert asked["id"] == known and len(known) == 16
     (tmp_path / "other").mkdir()
     trackers_of(Config(wandb="pearl"), tmp_path / "other")
     assert asked["id"] != known
-    assert run.defined == [("*", "step")] and run.finished
-    assert run.logged == [{"step": step, "loss": 0.5} for step in (4, 5, 4)]
 
 
 def test_a_service_that_has_gone_costs_its_point_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
