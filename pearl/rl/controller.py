@@ -297,8 +297,8 @@ class Controller:
                 self.activity.stepped(message, self.clock.now())
                 self.cluster.take(message, self.clock.now())
             case Done():
-                self.activity.end(message.rank, self.clock.now())
                 if message.number in self._done:
+                    self.activity.end(message.rank, self.clock.now())
                     self._done[message.number][message.rank] = message
                 else:  # of an order to one member
                     self.cluster.take(message, self.clock.now())
