@@ -1,4 +1,4 @@
-"""An external worker's real parts: versions are pulled into its own snapshot, served, and given on; what fails changes nothing."""
+"""An external worker's real parts: versions pulled into its own snapshot, served and given on; what fails changes nothing."""
 
 from __future__ import annotations
 
