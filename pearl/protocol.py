@@ -264,7 +264,7 @@ class Done(Event, frozen=True, kw_only=True, tag="done"):
 
     number: int
     seconds: float
-    metrics: dict[str, int | float | None] = {}
+    metrics: dict[str, int | float | None] = {}  # noqa: RUF012 - msgspec gives each message its own
     error: str = ""
 
 

@@ -91,6 +91,8 @@ class Cluster:
         self.router = router
         self.collector: Collector | None = None
         self.service: ClusterService | None = None
+        self.ordered: set[int] = set()
+        """The numbers of all orders to single members."""
         self._driver, self._config = driver, driver.config
         self.claim = self._claim(False, now)
         path = driver.run / "transitions.jsonl"
@@ -331,6 +333,7 @@ class Cluster:
 
     def order(self, worker: str, make: Callable[[int], MemberOrder]) -> int:
         number = self._driver.next_number()
+        self.ordered.add(number)
         order = make(number)
         rank = number_of(worker)
         if rank in self.externals.members:

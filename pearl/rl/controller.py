@@ -297,11 +297,11 @@ class Controller:
                 self.activity.stepped(message, self.clock.now())
                 self.cluster.take(message, self.clock.now())
             case Done():
-                self.activity.end(message.rank, self.clock.now())
-                if message.number in self._done:
-                    self._done[message.number][message.rank] = message
-                else:  # of an order to one member
+                if message.number in self.cluster.ordered:
                     self.cluster.take(message, self.clock.now())
+                else:  # of a command; an error if it is none that is waited for
+                    self.activity.end(message.rank, self.clock.now())
+                    self._done[message.number][message.rank] = message
             case Hello():
                 self._hellos[message.rank] = message
                 self._heartbeat.advance(self.clock.now())  # time before it came does not count against it

@@ -257,7 +257,6 @@ def measure(
     return profile, error
 
 
-
 def fresh_model(options: ModelOptions, vocab_size: int = 512) -> ModelConfig:
     """What a run without a model folder serves."""
     return from_hf(model_settings(options, vocab_size, 2, 0))

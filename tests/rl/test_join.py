@@ -13,6 +13,8 @@ import pytest
 
 from bench.elastic_job import ElasticJob, Wire, kill
 from bench.job_process import ROOT
+from pearl.protocol import Joined
+from pearl.rl.join import model_folder
 
 slow = pytest.mark.slow
 MANY = "max_steps=400"
@@ -27,6 +29,17 @@ def ended(job: ElasticJob, code: int) -> None:
     """The job and all that belongs to it are gone."""
     assert job.wait_until_gone(30) is not None, job.report()
     assert job.process.wait() == code, job.report()
+
+
+def test_who_does_not_see_the_model_s_folder_has_the_files_that_were_sent(tmp_path: Path) -> None:
+    files = {"config.json": "{}", "../outside.json": "{}"}
+    joined = Joined(rank=3, config="{}", model_folder=str(tmp_path), weight_version=0, files=files)
+    with model_folder(joined) as folder:
+        assert sorted(path.name for path in folder.iterdir()) == ["config.json", "outside.json"]
+    assert not folder.exists()
+    (tmp_path / "config.json").write_text("{}")
+    with model_folder(joined) as folder:
+        assert folder == tmp_path
 
 
 def test_workers_join_serve_die_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
