@@ -83,7 +83,8 @@ class ElasticJob(JobProcess):
 
     def join(self, name: str, address: str | None = None, *options: str) -> subprocess.Popen:
         """Starts an external worker."""
-        command = ["-m", "pearl.rl.join", address or self.address(), *options]
+        self.address()  # once it is there, its file is
+        command = ["-m", "pearl.rl.join", address or str(self.run / "join_address"), *options]
         self.externals[name] = self.beside(command, name)
         return self.externals[name]
 

@@ -183,7 +183,7 @@ class Controller:
             fresh.touch(mode=0o600)
             fresh.write_text(self.externals.invitation + "\n")
             fresh.replace(self.run / JOIN_ADDRESS)
-            self.notice(f"workers may join: python -m pearl.rl.join {self.externals.invitation}")
+            self.notice(f"workers may join: python -m pearl.rl.join {self.run / JOIN_ADDRESS}")  # the token is in no log
 
     def end(self, stop: Stop) -> None:
         """Tells the ranks and ends the environments; never raises."""

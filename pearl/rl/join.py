@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command line."""
     what = (__doc__ or "").splitlines()[0]
     options = argparse.ArgumentParser(prog="python -m pearl.rl.join", allow_abbrev=False, description=what)
-    options.add_argument("address", metavar="ADDRESS", help="HOST:PORT/TOKEN, as the job prints it (RUN/join_address)")
+    options.add_argument("address", metavar="ADDRESS", help="RUN/join_address, or what it says: HOST:PORT/TOKEN")
     options.add_argument("--notice", type=float, metavar="SECONDS", help="what is left after SIGTERM (default: the job's)")
     options.add_argument("--gpus", default="", metavar="NAMES", help="names of its GPUs, by commas (default: one of its own)")
     options.add_argument("--with-parent", action="store_true", help=argparse.SUPPRESS)  # it must not outlive who started it
@@ -202,10 +202,11 @@ def main(argv: list[str] | None = None) -> int:
     if given.with_parent:
         process.die_with_parent()
     try:
-        address = Address.parse(given.address)
+        said = Path(given.address)
+        address = Address.parse(said.read_text().strip() if said.is_file() else given.address)
         if given.notice is not None and not given.notice > 0:
             raise ValueError(f"--notice {given.notice}: must be > 0")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"pearl join: error: {error}", file=sys.stderr)
         return EXIT_USAGE
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -20,13 +20,12 @@ TIMEOUT_S = 10.0
 
 
 def holders_of(pulls: list[str]) -> list[Holder]:
-    """"host:port" -> whom to ask. ValueError for anything else."""
-    holders = []
-    for address in pulls:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
-            raise ValueError(f"pulls={address!r}: must be host:port")
-        holders.append(Holder(name=address, host=host, port=int(port)))
+    """"host:port" -> whom to ask. What is none is left out: one worker's word must not cost another the others. ValueError if
+    nothing is left."""
+    parts = [(address, *address.rpartition(":")[::2]) for address in pulls]
+    holders = [Holder(name=name, host=host, port=int(port)) for name, host, port in parts if host and port.isdecimal()]
+    if pulls and not holders:
+        raise ValueError(f"pulls={pulls}: must be host:port")
     return holders
 
 

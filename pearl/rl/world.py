@@ -154,7 +154,13 @@ def _pull_host(config: Config, several: bool) -> str:
     own = own_address() if several else LOCAL
     if own != LOCAL or host in ("", LOCAL, "localhost"):
         return own
-    return socket.gethostbyname(socket.gethostname()) if host in ("0.0.0.0", "*") else host
+    if host not in ("0.0.0.0", "*"):
+        return host
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError as error:  # a machine that does not know its own name
+        unknown = f"name an address, this machine's is not known ({error})"
+        raise ValueError(f"elastic.listen={config.elastic.listen!r}: {unknown}") from None
 
 
 def _dormant(engine: Engine, workers: str) -> Engine | None:

@@ -71,8 +71,10 @@ def test_a_worker_of_a_job_that_ends_well_ends_well(tmp_path: Path) -> None:
 @slow
 def test_what_is_no_address_or_no_token_is_refused_in_a_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pearl.rl.join"]
-    done = subprocess.run([*command, "nonsense"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "HOST:PORT/TOKEN" in done.stderr
+    (tmp_path / "join_address").write_text("nonsense\n")
+    for said in ("nonsense", str(tmp_path / "join_address")):
+        done = subprocess.run([*command, said], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "HOST:PORT/TOKEN" in done.stderr
     with ElasticJob.begin(tmp_path, MANY) as job:
         stranger = re.sub(r"/\w+$", "/0123456789abcdef", job.address())
         assert job.join("stranger", stranger).wait(60) == 1

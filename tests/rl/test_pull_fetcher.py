@@ -113,3 +113,6 @@ def test_addresses_name_a_host_and_a_port() -> None:
     [holder] = holders_of(["10.0.0.7:4711"])
     assert (holder.name, holder.host, holder.port) == ("10.0.0.7:4711", "10.0.0.7", 4711)
     assert holders_of([]) == []
+    assert [one.port for one in holders_of(["nowhere", "10.0.0.7:4711", "10.0.0.8:x"])] == [4711]
+    with pytest.raises(ValueError, match="nowhere.*must be host:port"):
+        holders_of(["nowhere"])
