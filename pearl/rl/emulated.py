@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import select
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from pearl.engine.emulated import EmulatedEngine, Speech
 from pearl.engine.models.config import ModelConfig, from_folder
 from pearl.engine.request import SchedulerOutput
 from pearl.protocol import TrainStep
+from pearl.rl import process
 from pearl.rl.layout import JobLayout
 from pearl.rl.plain_launcher import MEETING
 from pearl.sched.cost_profile import CostProfile, read_profiles
@@ -262,8 +262,7 @@ class Meeting:
         """What rank 0 set. RuntimeError if that takes too long, or rank 0 has ended."""
         deadline = time.monotonic() + self._timeout_s
         while key not in self._known:
-            ready, _, _ = select.select(self._pipes, [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
+            if not process.is_readable(self._pipes[0], max(0.0, deadline - time.monotonic())):
                 raise RuntimeError(f"waited timeouts.start_s={self._timeout_s:g} s for rank 0 to say {key!r}")
             came = os.read(self._pipes[0], 65536)
             if not came:

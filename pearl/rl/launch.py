@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -241,8 +240,7 @@ class Launch:
 
     def _read_address(self, fd: int) -> str:
         timeout_s = self.config.timeouts.join_s
-        readable, _, _ = select.select([fd], [], [], timeout_s)
-        if not readable:
+        if not process.is_readable(fd, timeout_s):
             raise LaunchError(f"waited timeouts.join_s={timeout_s:g} s for the controller's address")
         address = os.read(fd, 4096).decode().strip()
         os.close(fd)

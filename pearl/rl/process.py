@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -63,6 +64,13 @@ def stop(child: subprocess.Popen, timeout_s: float) -> None:
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
+
+
+def is_readable(fd: int, timeout_s: float) -> bool:
+    """Waits until there is something to read, or its writer has gone; any descriptor will do (select stops at 1,023)."""
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(timeout_s * 1000))
 
 
 def leave(code: int) -> NoReturn:

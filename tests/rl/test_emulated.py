@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -96,8 +98,13 @@ def test_an_engine_speaks_the_environment_s_words_and_has_the_profile_s_room(tmp
     assert build_engine(asked, pace_of(asked), folder, asleep=True).asleep
 
 
-def test_ranks_meet_by_pipes_and_hear_of_the_end_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, writer = os.pipe()
+@pytest.mark.parametrize("least", [3, 1500], ids=["few descriptors", "many"])
+def test_ranks_meet_by_pipes_and_hear_of_the_end_of_the_first(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= least:
+        pytest.skip(f"this system allows no descriptor {least}")
+    low, writer = os.pipe()
+    reader = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, least)
+    os.close(low)
     monkeypatch.setenv(MEETING, str(writer))
     first = Meeting(0, 5.0)
     monkeypatch.setenv(MEETING, str(reader))
