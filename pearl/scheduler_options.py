@@ -20,6 +20,8 @@ class PdSettings:
 
     Thresholds are shares of the present makespan. `hybrid_margin`: a hybrid must be better than the best of the simple
     shapes by so much. `cooldown_s`: no further change of shape that nothing forces, at the same number of workers.
+    `append_on_decode`: appends of up to how many tokens are computed by the decode worker that holds the KV, instead of a
+    prefill worker: "auto" as many as pay, or a number as text ("0": none).
     """
 
     mode: str = "auto"
@@ -30,12 +32,15 @@ class PdSettings:
     unsure_penalty: float = 0.10
     cooldown_s: float = 120.0
     predictor: Literal["full", "paper"] = "full"
+    append_on_decode: str = "auto"
 
     def __post_init__(self) -> None:
         one_of("pd.mode", self.mode, ("auto", *MODES))
         one_of("pd.predictor", self.predictor, ("full", "paper"))
         at_least(self, "pd", 0, "ratio_threshold", "hybrid_margin", "unsure_penalty", "cooldown_s")
         at_least(self, "pd", self.ratio_threshold, "mode_threshold")
+        if self.append_on_decode != "auto" and not self.append_on_decode.isdecimal():
+            raise ValueError(f"pd.append_on_decode={self.append_on_decode!r}: must be auto or a number")
         if self.ratio != "auto":
             self.parts()
 

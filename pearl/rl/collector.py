@@ -191,7 +191,7 @@ class Collector:
         action = rollout.on_update(update)
         if update.finish_reason is not None:
             self.counts["cached_tokens"] += update.num_cached_tokens
-            self._router.done(session)
+            self._router.done(session, len(rollout.trajectory.token_ids))
         if action is not None:
             self._pool.step(session, action)
         elif rollout.phase == "interrupted":

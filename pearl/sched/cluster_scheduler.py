@@ -161,6 +161,7 @@ class ClusterScheduler:
         self.verdict = proposal.verdict
         if proposal.target is not None:
             self.prediction = proposal.target.prediction
+            self.router.append_on_decode_tokens = adviser.longest_append(self.prediction)
         commands = self._carry_out(proposal, situation, adviser, cause, now)
         return commands + self._expand(adviser, cause, now)
 

@@ -104,7 +104,9 @@ CHANGES = ("switch", "borrow", "give_back", "prepare", "finalise")
 class CostProfile:
     """One kind of worker. `kv_capacity_tokens`: what its pool holds. `step_overhead_s`: host time added to every step.
 
-    `mixing` says what a prefill costs those who decode on the same worker: 1 all of its time (serial), 0 nothing. `switch` is
+    `mixing` says what a prefill costs those who decode on the same worker: 1 all of its time (serial), 0 nothing. `eager` is
+    how many times longer the decodes of a step take that computes prompts too: steps of decodes alone are captured graphs,
+    others are launched kernel by kernel; 1 where nothing is captured. `switch` is
     a change of role in place, `borrow` and `give_back` swap a trainer for an engine and back, `prepare` is the background
     part of a new worker and `finalise` the part in which no new request is admitted. Up to `max_batch` sequences and
     `max_context` tokens were measured; beyond, predictions say so. `source`: where the figures come from.
@@ -119,6 +121,7 @@ class CostProfile:
     transfer_base_s: float = 0.0
     step_overhead_s: float = 0.0
     mixing: float = 1.0
+    eager: float = 1.0
     switch: ChangeCost = ChangeCost()
     borrow: ChangeCost = ChangeCost()
     give_back: ChangeCost = ChangeCost()
@@ -135,6 +138,8 @@ class CostProfile:
                 raise ValueError(f"profile.{name}={getattr(self, name)}: must be > 0")
         if self.mixing > 1:
             raise ValueError(f"profile.mixing={self.mixing}: must be in [0, 1]")
+        if self.eager < 1:
+            raise ValueError(f"profile.eager={self.eager}: must be >= 1")
 
     def decode_step_s(self, batch: Any, context: float) -> Any:
         """One decode step with its host time."""

@@ -11,9 +11,17 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from pearl.sched.cost_profile import CostProfile
 from pearl.sched.planner import Allocation
+from pearl.sched.predictor import Prediction
 from pearl.sched.settings import BorrowSettings, ExpandSettings, PdSettings
 from pearl.sched.shape import Shape
+from pearl.sched.workload import Workload
+
+MOST_APPENDED = 4096
+"""No append of more tokens is computed on a decode worker; what pays is found in steps of a 64th of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,3 +126,18 @@ def weigh_expand(
 def return_lead_s(expected_s: float, cautious_s: float, s: BorrowSettings) -> float:
     """How long before the trainer needs them borrowed GPUs are called back."""
     return max(s.return_margin * expected_s, cautious_s) + s.return_extra_s
+
+
+def append_limit(prediction: Prediction, workload: Workload, costs: CostProfile) -> int:
+    """The longest append, in tokens, that takes less from all sequences together on the decode worker that holds its KV.
+
+    There it holds up everybody who decodes, and makes a captured step one that is launched kernel by kernel. On a prefill
+    worker what was generated since the last prompt is computed again too, behind others' prompts, and the KV goes its way.
+    """
+    new, context, others = np.arange(64, MOST_APPENDED + 1, MOST_APPENDED // 64), workload.context, prediction.decode_batch
+    launched = (costs.eager - 1) * costs.decode.seconds(max(1.0, others), context)
+    here = costs.prefill_s(new, context) + others * (costs.mixing * costs.prefill_s(new, context) + launched)
+    queued = 1 / (1 - min(0.9, prediction.prefill_busy))
+    sent = costs.transfer_base_s + new * costs.kv_bytes_per_token / costs.transfer_bytes_per_s
+    there = queued * costs.prefill_s(new + workload.generated, context) + sent
+    return int(np.max(new[here <= there], initial=0))

@@ -14,8 +14,8 @@ import numpy as np
 
 from pearl.sched.events import Zone
 from pearl.sched.planner import Allocation, Budget, fixed_borrow, plan_allocation
-from pearl.sched.policy import SwitchGate, Verdict, hazard, useful_life_s, weigh_borrow, weigh_expand
-from pearl.sched.predictor import AnyPredictor, PaperPredictor, Predictor
+from pearl.sched.policy import SwitchGate, Verdict, append_limit, hazard, useful_life_s, weigh_borrow, weigh_expand
+from pearl.sched.predictor import AnyPredictor, PaperPredictor, Prediction, Predictor
 from pearl.sched.profile import RuntimeProfile
 from pearl.sched.settings import SchedulerSettings
 from pearl.sched.shape import Shape
@@ -96,6 +96,11 @@ class Adviser:
             if verdict.act:
                 return count, verdict
         return 0, verdict
+
+    def longest_append(self, prediction: Prediction) -> int:
+        """Tokens that a decode worker is to append itself, in the predicted shape."""
+        chosen, predictor = self._settings.pd.append_on_decode, self.predictor
+        return append_limit(prediction, predictor.workload, predictor.costs) if chosen == "auto" else int(chosen)
 
     def _shape_of(
         self,

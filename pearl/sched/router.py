@@ -182,12 +182,14 @@ class Router:
         if session_id in self._sessions:
             self._sessions[session_id].moving_to = None
 
-    def done(self, session_id: str) -> None:
-        """The session's request ended; its KV stays where it is. Unknown sessions are ignored."""
+    def done(self, session_id: str, tokens: int = 0) -> None:
+        """The session's request ended; its KV, of `tokens` tokens if they are known, stays where it is. Unknown sessions are
+        ignored."""
         session = self._sessions.get(session_id)
         if session is None or not session.live:
             return
         self._count(session, -1)
+        session.prompt_len = max(session.prompt_len, tokens)
         session.live, session.moving_to, session.target = False, None, None
 
     def forget(self, session_id: str) -> None:

@@ -158,7 +158,8 @@ class TurnModel:
         """No fewer than the sequences per decoder that keep all prefill workers busy; infinite if nothing does."""
         w, decode = self.workload, self.costs.decode
         rate = 1 / np.maximum(1e-300, pools.busy_per_rate * pools.others_remote)  # turns per second and decoder
-        crowded = pools.crowded + w.generated * (decode.per_seq_s + decode.per_context_s * w.context)
+        crowded = pools.crowded + pools.launched * decode.seconds(self._room, w.context)
+        crowded = crowded + w.generated * (decode.per_seq_s + decode.per_context_s * w.context)
         left = 1 - rate * crowded
         step = decode.base_s + decode.experts_s + self.costs.step_overhead_s
         return np.where(left > 0, rate * w.generated * step / np.where(left > 0, left, 1.0), np.inf)
@@ -170,7 +171,7 @@ class TurnModel:
         lost = np.minimum(1.0, np.maximum(0.0, lost / np.maximum(1e-9, pools.held - d))) if pools.short else 0.0
         local = pools.local + pools.whole_local * lost
         steps = w.generated * self.costs.decode_step_s(d, w.context)
-        crowded = pools.crowded + pools.crowded_by_lost * lost
+        crowded = pools.crowded + pools.crowded_by_lost * lost + pools.launched * self.costs.decode.seconds(d, w.context)
         decode = d * crowded + steps
         rate = d / decode
         wait = local / (1 - np.minimum(0.999, rate * crowded))
@@ -245,6 +246,9 @@ class _Pools:
         self.whole_local = self.miss_by_lost * model._whole_s
         others = c.mixing * np.maximum(0.0, 1 - 1 / self.held)
         self.crowded, self.crowded_by_lost = self.local * others, self.whole_local * others
+        prompts = self.mixed + self.split * w.local_share
+        self.launched = prompts * others * (c.eager - 1)
+        """Decode steps' time that each turn's prompt adds to a step of those who decode beside it."""
         self.remote = self.split * (model._remote_s + (1 - w.local_share) * model._whole_s * self.miss)
         self.busy_per_rate = decoders * self.remote / some
         self.others_remote = np.maximum(0.0, 1 - 1 / self.held_remote)

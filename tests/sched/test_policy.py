@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pearl.sched.planner import Allocation
-from pearl.sched.policy import SwitchGate, hazard, return_lead_s, useful_life_s, weigh_borrow, weigh_expand
+from pearl.sched.policy import (
+    SwitchGate,
+    append_limit,
+    hazard,
+    return_lead_s,
+    useful_life_s,
+    weigh_borrow,
+    weigh_expand,
+)
 from pearl.sched.predictor import Prediction
+from pearl.sched.published import qwen3_8b_h800, software_engineering
 from pearl.sched.settings import BorrowSettings, ExpandSettings, PdSettings, SchedulerSettings
 from pearl.sched.shape import Shape
 
@@ -123,3 +133,19 @@ def test_settings_name_what_is_wrong() -> None:
         with pytest.raises(ValueError, match=match):
             build()
     assert PdSettings(ratio="3:5").parts() == (3, 5)
+
+
+def test_appends_run_on_decode_workers_as_long_as_they_hold_up_few() -> None:
+    load, costs = software_engineering(), replace(qwen3_8b_h800(), transfer_base_s=0.02)
+    alone, crowded = (
+        append_limit(Prediction(shape=SPLIT, makespan_s=1.0, decode_batch=batch), load, costs) for batch in (0.0, 16.0)
+    )
+    assert alone == 4096 and crowded == 0
+    some = Prediction(shape=SPLIT, makespan_s=1.0, decode_batch=0.5)
+    limit = append_limit(some, load, costs)
+    launched = (costs.eager - 1) * float(costs.decode.seconds(1, load.context))
+    here = float(costs.prefill_s(limit, load.context)) * 1.5 + 0.5 * launched
+    assert 0 < limit < 4096 and limit % 64 == 0
+    assert here <= float(costs.prefill_s(limit + load.generated, load.context)) + 0.02 + limit * 147_456 / 87e9
+    assert append_limit(some, load, replace(costs, eager=9.0)) <= limit
+    assert limit <= append_limit(replace(some, prefill_busy=0.8), load, costs)

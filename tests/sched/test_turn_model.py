@@ -125,6 +125,14 @@ def test_misses_and_short_appends_are_priced() -> None:
     assert float(local.solve(4, 1, 60).interference) > 0 == float(model.solve(4, 1, 60).interference)
 
 
+def test_steps_that_are_not_captured_slow_down_who_decodes_beside_prompts() -> None:
+    captured, launched = TurnModel(LOAD, COSTS), TurnModel(LOAD, replace(COSTS, eager=4.0))
+    mixed = float(captured.solve(4, 0, 40).interference), float(launched.solve(4, 0, 40).interference)
+    step = float(COSTS.decode.seconds(float(captured.solve(4, 0, 40).decode_batch), LOAD.context))
+    assert mixed[1] > mixed[0] + 3 * step, "each turn meets more than one other's prompt"
+    assert float(launched.solve(4, 0, 1).interference) == 0.0 == float(launched.solve(4, 4, 40).interference)
+
+
 def test_a_hybrid_gives_both_parts_turns_of_equal_length() -> None:
     model = TurnModel(busy_load(), qwen3_30b_a3b_h800())
     for shape in ((3, 1, 2), (5, 3, 8), (2, 2, 1)):

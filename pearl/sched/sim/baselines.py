@@ -79,12 +79,11 @@ RLBOOST = System(name="RLBoost+", scheduler=_colocated(expand="always"))
 PAPER = System(
     name="PEARL (paper)",
     scheduler=SchedulerSettings(
-        pd=PdSettings(hybrid_margin=1.0),  # no hybrid is ever so much better
+        pd=PdSettings(hybrid_margin=1.0, append_on_decode="0"),  # no hybrid is ever so much better
         borrow=BorrowSettings(workers="all_or_none"),
         expand=ExpandSettings(external="always"),
         tail_share=0.0,
     ),
-    router=RouterSizes(append_on_decode_tokens=0),
     rebuilds=True,
 )
 
@@ -105,7 +104,8 @@ STATIC_RATIOS = ((1, 3), (1, 2), (3, 5), (1, 1), (2, 1))
 
 
 def _hybrid(system: System) -> System:
-    return replace(system, scheduler=replace(system.scheduler, pd=PdSettings()))
+    pd = replace(system.scheduler.pd, hybrid_margin=PdSettings().hybrid_margin)
+    return replace(system, scheduler=replace(system.scheduler, pd=pd))
 
 
 def _partial(system: System) -> System:
@@ -117,7 +117,8 @@ def _life(system: System) -> System:
 
 
 def _append(system: System) -> System:
-    return replace(system, router=RouterSizes())
+    pd = replace(system.scheduler.pd, append_on_decode="auto")
+    return replace(system, scheduler=replace(system.scheduler, pd=pd))
 
 
 def _tail(system: System) -> System:

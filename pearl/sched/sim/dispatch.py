@@ -129,7 +129,7 @@ class Dispatcher:
             raise RuntimeError(f"request {update.request_id!r} ended with {completion.finish_reason}: {completion.error}")
         del self._episodes[update.request_id]
         self._recorder.request_over(completion.num_cached_tokens, completion.num_preemptions, episode)
-        self._router.done(episode.name)
+        self._router.done(episode.name, len(episode.ids))
         self.turn_over(episode)
 
     def offered(self, worker: SimWorker, export: Export) -> None:

@@ -132,10 +132,9 @@ class RouterSizes:
 
     slack: int = 8
     tokens_per_request: int = 1024
-    append_on_decode_tokens: int = 256
 
     def __post_init__(self) -> None:
-        at_least(self, "router", 0, "slack", "append_on_decode_tokens", whole=True)
+        at_least(self, "router", 0, "slack", whole=True)
         at_least(self, "router", 1, "tokens_per_request", whole=True)
 
 

@@ -5,8 +5,9 @@ devices alike. Pure: it needs the output alone, since an entry says where its to
 costs what its n single steps cost, up to rounding.
 
 One token on a context is a decode, also if it is the last piece of a prompt; more are a prefill. A step with both costs
-`max + mixing * min` of its decode step and its prefills: with `mixing=1` (the profile's default) the serial sum, with
-`mixing=0` the larger of the two, as if one hid behind the other. The host's time per step is paid once.
+`max + mixing * min` of its decode step, `eager` times as long as by itself, and its prefills: with `mixing=1` (the profile's
+default) the serial sum, with `mixing=0` the larger of the two, as if one hid behind the other. The host's time per step is
+paid once.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ def price(output: SchedulerOutput, costs: CostProfile) -> StepPrice:
     prefill = costs.prefill
     prefill_s = prefill.base_s + prefill.per_token_s * new + prefill.per_pair_s * pairs if chunks else 0.0
     prefill_s += prefill.per_prompt_s * chunks
+    if chunks:
+        decode_s *= costs.eager
     return StepPrice(
         seconds=max(decode_s, prefill_s) + costs.mixing * min(decode_s, prefill_s) + costs.step_overhead_s,
         decode_s=decode_s,

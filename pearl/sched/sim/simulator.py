@@ -47,7 +47,6 @@ class Simulation:
         self.router = Router(
             slack=sizes.slack,
             tokens_per_request=sizes.tokens_per_request,
-            append_on_decode_tokens=sizes.append_on_decode_tokens,
             block_size=settings.engine.block_size,
         )
         barrier = settings.semantics == "barrier"

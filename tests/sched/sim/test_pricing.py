@@ -49,11 +49,21 @@ def test_several_chunks_share_a_base() -> None:
 
 @pytest.mark.parametrize(("mixing", "share"), [(1.0, 1.0), (0.25, 0.25), (0.0, 0.0)])
 def test_mixed_batches_both_ways(mixing: float, share: float) -> None:
-    costs = replace(DENSE, mixing=mixing)
+    costs = replace(DENSE, mixing=mixing, eager=1.0)
     decode, prefill = price(output((999, 1)), costs).decode_s, price(output((0, 4000)), costs).prefill_s
     both = price(output((999, 1), (0, 4000)), costs)
     assert prefill > decode > 0
     assert both.seconds == pytest.approx(prefill + share * decode + costs.step_overhead_s)
+
+
+def test_decodes_beside_prompts_are_launched_one_by_one() -> None:
+    costs = replace(DENSE, eager=3.0)
+    decode, prefill = price(output((999, 1)), costs), price(output((0, 4000)), costs)
+    both = price(output((999, 1), (0, 4000)), costs)
+    assert both.seconds == pytest.approx(prefill.seconds + 3 * decode.decode_s)
+    assert decode.seconds == price(output((999, 1)), replace(DENSE, eager=1.0)).seconds
+    with pytest.raises(ValueError, match="profile.eager=0.5: must be >= 1"):
+        replace(DENSE, eager=0.5)
 
 
 def test_nothing_costs_nothing() -> None:
