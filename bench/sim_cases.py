@@ -69,7 +69,8 @@ def run_system(
 
 def fixed(name: str, mode: str, ratio: str = "auto", borrow: str = "none", margin: float = 1.0) -> System:
     """A fixed mode on fixed GPUs, nothing else of ours."""
-    scheduler = SchedulerSettings(pd=PdSettings(mode=mode, ratio=ratio), borrow=BorrowSettings(workers=borrow, margin=margin))
+    pd = PdSettings(mode=mode, ratio=ratio, append_on_decode="0")
+    scheduler = SchedulerSettings(pd=pd, borrow=BorrowSettings(workers=borrow, margin=margin))
     return replace(ROLL, name=name, scheduler=replace(scheduler, tail_share=0.0))
 
 

@@ -20,42 +20,40 @@ from pearl.sched.sim.workload import TaskFamily
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """`overhead_s` per request outside of the engine, `step_overhead_s` of host time per engine step, `prefill_overhead_s` more
-    per step that computes prompts (its kernels are launched one by one; the request is tokenized, looked up, admitted), and
-    `miss_share` of turns that find nothing cached. `env_factor` and `generated_factor` scale the software family's means;
-    `stall_share` of its turns and `slow_share` of its resets stall; `slowness` spreads environments' speed over
-    trajectories. `mixing` as in CostProfile."""
+    """`overhead_s` per request outside of the engine, `step_overhead_s` of host time per engine step, `prompt_s` of host time
+    per prompt, by model (the request is tokenized, looked up, admitted, and its kernels are launched one by one; 0 for models
+    that are not named), and `miss_share` of turns that find nothing cached. `env_factor` and `generated_factor` scale the task
+    family's means, whose environments do not stall."""
 
     overhead_s: float
     step_overhead_s: float
-    prefill_overhead_s: float
+    prompt_s: dict[str, float]
     miss_share: float
     env_factor: float
     generated_factor: float
-    stall_share: float
-    slow_share: float
-    slowness: float
-    mixing: float
 
     def __post_init__(self) -> None:
-        at_least(self, "fitted", 0, "overhead_s", "step_overhead_s", "prefill_overhead_s", "slowness")
-        within(self, "fitted", 0, 1, "miss_share", "stall_share", "slow_share", "mixing")
+        at_least(self, "fitted", 0, "overhead_s", "step_overhead_s")
+        within(self, "fitted", 0, 1, "miss_share")
         above_zero(self, "fitted", "env_factor", "generated_factor")
+        wrong = {model: seconds for model, seconds in self.prompt_s.items() if not 0 <= seconds < 60}
+        if wrong:
+            raise ValueError(f"fitted.prompt_s={wrong}: must be seconds >= 0 and < 60")
 
     def costs(self, given: CostProfile) -> CostProfile:
-        """`given` with the host's time per step, and what a prefill costs those who decode beside it."""
-        prefill = replace(given.prefill, base_s=given.prefill.base_s + self.prefill_overhead_s)
-        return replace(given, prefill=prefill, step_overhead_s=self.step_overhead_s, mixing=self.mixing)
+        """`given` with the host's time per step and prompt."""
+        per_prompt_s = given.prefill.per_prompt_s + self.prompt_s.get(given.key.model, 0.0)
+        prefill = replace(given.prefill, per_prompt_s=per_prompt_s)
+        return replace(given, prefill=prefill, step_overhead_s=self.step_overhead_s)
 
     def family(self, given: TaskFamily) -> TaskFamily:
-        """`given` with longer or shorter generations and environments, and other tails."""
+        """`given` with longer or shorter generations and environments, and without stalls."""
         return replace(
             given,
             generated=replace(given.generated, mean=given.generated.mean * self.generated_factor),
             env_s=replace(given.env_s, mean=given.env_s.mean * self.env_factor),
-            stall_share=self.stall_share,
-            slow_share=self.slow_share,
-            slowness=self.slowness,
+            stall_share=0.0,
+            slow_share=0.0,
         )
 
 
