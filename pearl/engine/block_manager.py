@@ -127,10 +127,14 @@ class BlockManager:
             return True
         if missing > len(self._free) + self.cache.num_evictable:
             return False
-        for _ in range(missing):
-            block_id = self._free.pop() if self._free else self.cache.evict()
-            self._refs[block_id] = 1
-            table.append(block_id)
+        free, refs = self._free, self._refs
+        new = free[: -missing - 1 : -1]
+        del free[len(free) - len(new) :]
+        if len(new) < missing:
+            new += self.cache.evict(missing - len(new))
+        for block_id in new:
+            refs[block_id] = 1
+        table += new
         self._num_used += missing
         return True
 
@@ -145,17 +149,15 @@ class BlockManager:
             request.trail = []
         full = request.num_written_tokens // self.block_size
         chain, hash_ = self._chain(request, root), prefix_cache.hash_for(request.token_ids)
-        for index in range(len(chain) - 1, done):  # another's copy was used so far: nobody has asked for these hashes
-            chain.append(hash_(chain[index], self._ids(request, index)))
-        trail = None if request.session_id is None else request.trail
-        for index in range(done, full):
-            content = self._ids(request, index)
-            if len(chain) == index + 1:
-                chain.append(hash_(chain[index], content))
-            parent = self.cache.insert(chain[index + 1], parent, content, request.block_table[index])
-            if trail is not None:
-                trail.append(self.cache.entry(parent))
-        self._registered[request.request_id] = (max(done, full), parent)
+        known = min(done, len(chain) - 1)  # fewer hashes than `done`: another's copy was used, nobody has asked for them
+        contents = prefix_cache.blocks_of(request.token_ids, self.block_size, known, full)
+        for content in contents[len(chain) - 1 - known :]:
+            chain.append(hash_(chain[-1], content))
+        block_ids = request.block_table[done:full]
+        entries = self.cache.insert_all(chain[done + 1 : full + 1], parent, contents[done - known :], block_ids)
+        if request.session_id is not None:
+            request.trail += entries
+        self._registered[request.request_id] = (max(done, full), entries[-1].entry_id if entries else parent)
 
     def free(self, request: Request) -> None:
         """Takes all blocks from the request; nothing of it is computed any more. Its last blocks are evicted first."""

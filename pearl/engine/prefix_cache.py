@@ -13,9 +13,11 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import islice
+
+import msgspec
 
 from pearl.engine.token_runs import TokenRuns
 
@@ -37,6 +39,13 @@ def run_hash(parent_hash: int, token_ids: tuple[int, ...]) -> int:
     return hash((parent_hash, token_ids[0], token_ids[-1], len(token_ids)))
 
 
+def blocks_of(token_ids: Sequence[int] | TokenRuns, size: int, first: int, last: int) -> list[tuple[int, ...]]:
+    """The ids of the blocks `first` to `last` (not included), `size` ids each, all of which must be full."""
+    if isinstance(token_ids, TokenRuns):
+        return token_ids.blocks(size, first, last)
+    return [tuple(token_ids[start : start + size]) for start in range(first * size, last * size, size)]
+
+
 def hash_for(token_ids: Sequence[int] | TokenRuns) -> Callable[[int, tuple[int, ...]], int]:
     """How blocks of these ids are hashed."""
     return run_hash if isinstance(token_ids, TokenRuns) else block_hash
@@ -50,8 +59,7 @@ def root_hash(root: Root) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheEntry:
+class CacheEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One cached block. `entry_id` is never used twice, so a child of a dropped parent can never be found again."""
 
     entry_id: int
@@ -109,23 +117,27 @@ class PrefixCache:
         gone = next((index for index, entry in enumerate(trail) if by_id.get(entry.entry_id) is not entry), None)
         return trail[:gone]
 
-    def entry(self, entry_id: int) -> CacheEntry:
-        """A live entry by its id; KeyError for one that was dropped."""
-        return self._by_id[entry_id]
-
-    def insert(self, hash_: int, parent: Parent, token_ids: tuple[int, ...], block_id: int) -> int:
-        """Makes a written block findable; returns its entry id, or that of the block that already holds this content."""
-        present = self.find(hash_, parent, token_ids)
-        if present is not None:
-            return present.entry_id
-        if block_id in self._by_block:  # cached as the child of an entry that is gone: unreachable, so replace it
-            self.drop(block_id)
-        self._next_id += 1
-        entry = CacheEntry(entry_id=self._next_id, hash=hash_, parent=parent, token_ids=token_ids, block_id=block_id)
-        self._buckets.setdefault(hash_, []).append(entry)
-        self._by_block[block_id] = entry
-        self._by_id[entry.entry_id] = entry
-        return entry.entry_id
+    def insert_all(
+        self, hashes: Sequence[int], parent: Parent, contents: Sequence[tuple[int, ...]], block_ids: Sequence[int]
+    ) -> list[CacheEntry]:
+        """Makes written blocks findable, each the child of the one before, the first of `parent`; returns their entries, or
+        those of blocks that already hold the same."""
+        buckets, by_block, by_id, entries = self._buckets, self._by_block, self._by_id, []
+        for hash_, token_ids, block_id in zip(hashes, contents, block_ids, strict=True):
+            entry = self.find(hash_, parent, token_ids) if hash_ in buckets else None
+            if entry is None:
+                if block_id in by_block:  # cached as the child of an entry that is gone: unreachable, so replace it
+                    self.drop(block_id)
+                self._next_id += 1
+                entry = CacheEntry(entry_id=self._next_id, hash=hash_, parent=parent, token_ids=token_ids, block_id=block_id)
+                if hash_ in buckets:
+                    buckets[hash_].append(entry)
+                else:
+                    buckets[hash_] = [entry]
+                by_block[block_id] = by_id[entry.entry_id] = entry
+            entries.append(entry)
+            parent = entry.entry_id
+        return entries
 
     def drop(self, block_id: int) -> None:
         """Forgets a block's content; nothing if it was not cached."""
@@ -134,9 +146,10 @@ class PrefixCache:
             return
         del self._by_id[entry.entry_id]
         bucket = self._buckets[entry.hash]
-        bucket.remove(entry)
-        if not bucket:
+        if len(bucket) == 1:
             del self._buckets[entry.hash]
+        else:
+            bucket.remove(entry)
         self._evictable.pop(block_id, None)
 
     def release(self, block_id: int) -> None:
@@ -148,9 +161,8 @@ class PrefixCache:
         """Nobody holds these blocks any more, in this order; returns those of them that are not cached."""
         cached = self._by_block
         others = [block_id for block_id in block_ids if block_id not in cached]
-        self._evictable.update(dict.fromkeys(block_ids))
-        for block_id in others:
-            del self._evictable[block_id]
+        released = block_ids if not others else [block_id for block_id in block_ids if block_id in cached]
+        self._evictable.update(dict.fromkeys(released))
         return others
 
     def hold(self, block_id: int) -> None:
@@ -163,13 +175,14 @@ class PrefixCache:
         for block_id in block_ids:
             drop(block_id, None)
 
-    def evict(self) -> int:
-        """Drops the block released longest ago and returns its id. Raises KeyError if there is none."""
-        block_id = next(iter(self._evictable), None)
-        if block_id is None:
-            raise KeyError("no cached block can be evicted: all are held")
-        self.drop(block_id)
-        return block_id
+    def evict(self, count: int) -> list[int]:
+        """Drops the `count` blocks released longest ago and returns their ids. KeyError, nothing changed, if there are fewer."""
+        if count > len(self._evictable):
+            raise KeyError(f"{count} cached blocks cannot be evicted: all but {len(self._evictable)} are held")
+        block_ids = list(islice(self._evictable, count))
+        for block_id in block_ids:
+            self.drop(block_id)
+        return block_ids
 
     def reset(self) -> tuple[int, list[int]]:
         """Forgets everything. Returns how many blocks were cached and which of them nobody holds (free again)."""

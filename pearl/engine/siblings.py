@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container
 
+import msgspec
+
 from pearl.engine.request import RequestUpdate
 
 
@@ -78,4 +80,4 @@ class Siblings:
         if done is not None:
             done = dataclasses.replace(done, request_id=request_id)
             self.forget(name)
-        return dataclasses.replace(update, request_id=request_id, index=index, completion=done)
+        return msgspec.structs.replace(update, request_id=request_id, index=index, completion=done)

@@ -9,8 +9,9 @@ its output expands to theirs; only which of two equally good blocks a request go
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any, cast
+
+import msgspec
 
 from pearl.engine.core import EngineCore
 from pearl.engine.ending import completion_of, ending_by_length
@@ -28,11 +29,10 @@ from pearl.engine.token_runs import TokenRuns
 MOST_STEPS = 1 << 30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SteadyResult(StepResult):
+class SteadyResult(StepResult, frozen=True, kw_only=True):
     """What a steady run gave: each request drew `token_ids[request_id]` in all of its steps."""
 
-    token_ids: dict[str, int] = field(default_factory=dict)
+    token_ids: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class SteadyCore(EngineCore):

@@ -116,6 +116,23 @@ class TokenRuns:
         if self._ends and self._ends[-1] > length:
             self._ends[-1] = length
 
+    def blocks(self, size: int, first: int, last: int) -> list[tuple[int, ...]]:
+        """The blocks `first` to `last` (not included) of `size` ids each; all of them must be full."""
+        parts: list[tuple[int, ...]] = []
+        run, end = self._run_at(first * size) if first < last else 0, last * size
+        while len(parts) < last - first:
+            start = (first + len(parts)) * size
+            whole = (min(self._ends[run], end) - start) // size
+            if whole > 0:
+                parts += [_same(self._ids[run], size)] * whole
+            else:
+                parts.append(self._part(start, start + size))
+                whole = 1
+            start += whole * size
+            while start < end and self._ends[run] <= start:
+                run += 1
+        return parts
+
     def num_equal(self, other: TokenRuns) -> int:
         """How many ids at the start are the same in both."""
         equal = 0

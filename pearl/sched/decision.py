@@ -67,7 +67,7 @@ class DecisionLog:
         """`workers` have something to answer for; one that still owed an answer to an older decision no longer does."""
         self.open[decision.number] = decision
         self._waiting[decision.number] = set(workers)
-        for worker in workers:
+        for worker in sorted(workers):  # whose error is told must not depend on a set
             older = self._number_of.get(worker)
             self._number_of[worker] = decision.number
             if older is not None:

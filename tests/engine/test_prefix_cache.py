@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from pearl.engine.prefix_cache import PrefixCache, SessionChains, block_hash, root_hash
+from pearl.engine.prefix_cache import Parent, PrefixCache, SessionChains, block_hash, blocks_of, root_hash
 from pearl.engine.token_runs import TokenRuns
 
 ROOT = (0, None)
+
+
+def enter(cache: PrefixCache, hash_: int, parent: Parent, token_ids: tuple[int, ...], block_id: int) -> int:
+    """The entry id of one block."""
+    return cache.insert_all([hash_], parent, [token_ids], [block_id])[0].entry_id
 
 
 def filled(*blocks: tuple[int, ...]) -> tuple[PrefixCache, list[int]]:
@@ -15,7 +20,7 @@ def filled(*blocks: tuple[int, ...]) -> tuple[PrefixCache, list[int]]:
     cache, parent, hash_, ids = PrefixCache(), ROOT, root_hash(ROOT), []
     for block_id, token_ids in enumerate(blocks):
         hash_ = block_hash(hash_, token_ids)
-        parent = cache.insert(hash_, parent, token_ids, block_id)
+        parent = enter(cache, hash_, parent, token_ids, block_id)
         ids.append(parent)
     return cache, ids
 
@@ -45,9 +50,9 @@ def test_found_only_with_equal_ids_and_parent():
 
 def test_one_bucket_for_all_still_tells_them_apart():
     cache = PrefixCache()
-    first = cache.insert(7, ROOT, (1,), 0)
-    other = cache.insert(7, ROOT, (2,), 1)
-    child = cache.insert(7, first, (3,), 2)
+    first = enter(cache, 7, ROOT, (1,), 0)
+    other = enter(cache, 7, ROOT, (2,), 1)
+    child = enter(cache, 7, first, (3,), 2)
     assert len({first, other, child}) == 3
     assert cache.find(7, first, (3,)).block_id == 2 and cache.find(7, other, (3,)) is None
     cache.drop(0)
@@ -57,7 +62,7 @@ def test_one_bucket_for_all_still_tells_them_apart():
 
 def test_equal_content_in_a_second_block_is_not_cached_twice():
     cache, (first, _) = filled((1, 2), (3, 4))
-    assert cache.insert(block_hash(root_hash(ROOT), (1, 2)), ROOT, (1, 2), 9) == first
+    assert enter(cache, block_hash(root_hash(ROOT), (1, 2)), ROOT, (1, 2), 9) == first
     assert 9 not in cache and len(cache) == 2
 
 
@@ -66,9 +71,9 @@ def test_children_of_a_dropped_parent_are_never_found_again():
     cache.drop(0)
     assert not cache.is_live(first) and cache.is_live(ROOT)
     hash_ = block_hash(root_hash(ROOT), (1, 2))
-    again = cache.insert(hash_, ROOT, (1, 2), 0)
+    again = enter(cache, hash_, ROOT, (1, 2), 0)
     assert again != first and cache.find(block_hash(hash_, (3, 4)), again, (3, 4)) is None
-    cache.insert(block_hash(hash_, (3, 4)), again, (3, 4), 1)  # the same block, now under the living parent
+    enter(cache, block_hash(hash_, (3, 4)), again, (3, 4), 1)  # the same block, now under the living parent
     assert cache.find(block_hash(hash_, (3, 4)), again, (3, 4)).block_id == 1 and len(cache) == 2
     cache.check_integrity()
 
@@ -76,13 +81,13 @@ def test_children_of_a_dropped_parent_are_never_found_again():
 def test_eviction_takes_the_block_released_longest_ago():
     cache, _ = filled((1,), (2,), (3,), (4,))
     with pytest.raises(KeyError, match="held"):
-        cache.evict()
+        cache.evict(1)
     for block_id in (3, 2, 1, 0):
         cache.release(block_id)
     cache.hold(2)
     cache.release(3)  # released again: the youngest now
     assert cache.evictable_blocks() == [1, 0, 3]
-    assert [cache.evict() for _ in range(3)] == [1, 0, 3]
+    assert cache.evict(1) + cache.evict(2) == [1, 0, 3]
     assert 2 in cache and 1 not in cache and cache.num_evictable == 0
     cache.check_integrity()
 
@@ -117,11 +122,8 @@ def chain_of(ids, root=(0, None), size=2):
 
 def trail_of(cache, ids, root=(0, None), size=2):
     """The entries of a chain, which it enters."""
-    chain, parent, trail = chain_of(ids, root, size), root, []
-    for block, hash_ in enumerate(chain[1:]):
-        parent = cache.insert(hash_, parent, tuple(ids[block * size : (block + 1) * size]), block)
-        trail.append(cache.entry(parent))
-    return trail
+    hashes = chain_of(ids, root, size)[1:]
+    return cache.insert_all(hashes, root, blocks_of(ids, size, 0, len(hashes)), range(len(hashes)))
 
 
 def runs_of(ids):
@@ -176,5 +178,5 @@ def test_a_trail_is_there_up_to_the_first_entry_that_was_dropped():
     assert cache.still_there(trail, (1, None)) == cache.still_there([], ROOT) == []
     cache.drop(1)
     assert cache.still_there(trail, ROOT) == trail[:1]
-    cache.insert(trail[1].hash, trail[0].entry_id, trail[1].token_ids, 1)  # equal content is another entry
+    enter(cache, trail[1].hash, trail[0].entry_id, trail[1].token_ids, 1)  # equal content is another entry
     assert cache.still_there(trail, ROOT) == trail[:1]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pearl.engine.prefix_cache import blocks_of
 from pearl.engine.token_runs import TokenRuns
 
 OPERATIONS = st.lists(
@@ -57,6 +58,14 @@ def test_it_is_the_list_it_stands_for(operations: list[tuple[str, Any]], start: 
     assert copy == runs
     copy.append(7)
     assert copy != runs and list(runs) == plain
+
+
+@given(OPERATIONS, st.integers(1, 5), st.data())
+def test_its_blocks_are_those_of_the_list(operations: list[tuple[str, Any]], size: int, data: st.DataObject) -> None:
+    runs, plain = both(operations)
+    last = data.draw(st.integers(0, len(plain) // size))
+    first = data.draw(st.integers(0, last))
+    assert blocks_of(runs, size, first, last) == blocks_of(plain, size, first, last)
 
 
 def test_equal_runs_are_equal_however_they_came_about() -> None:
