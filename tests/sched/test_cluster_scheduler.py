@@ -163,7 +163,7 @@ def test_fixed_numbers_of_borrowed_workers(workers: str, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("workers", "per_worker_s", "count"),
-    [("auto", 10.0, 4), ("all_or_none", 10.0, 8), ("auto", 20.0, 2), ("all_or_none", 20.0, 0)],
+    [("auto", 10.0, 4), ("all_or_none", 10.0, 8), ("auto", 20.0, 3), ("all_or_none", 20.0, 0)],
 )
 def test_all_are_borrowed_or_none_where_that_is_wanted(workers: str, per_worker_s: float, count: int) -> None:
     costs = {"borrow": ChangeCost(per_worker_s=per_worker_s), "give_back": ChangeCost()}

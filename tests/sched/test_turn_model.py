@@ -10,7 +10,7 @@ import pytest
 from sched_cases import COSTS, LOAD, busy_load
 
 from pearl.sched.published import qwen3_30b_a3b_h800
-from pearl.sched.turn_model import TurnModel
+from pearl.sched.turn_model import TurnModel, lost_prefixes
 
 
 def simulated_turn(decoders: int, prefillers: int, count: int, seed: int = 0) -> float:
@@ -102,16 +102,26 @@ def test_more_workers_never_make_a_turn_longer() -> None:
 
 
 def test_memory_that_is_short_costs() -> None:
-    """With contexts for 25 trajectories per worker, 24 lose nothing, 60 compute again, and running ones queue for room."""
+    """With contexts for 25 trajectories per worker, 24 that are at different points lose nothing, 60 compute most again, and
+    running ones queue for room."""
     ample = TurnModel(LOAD, replace(COSTS, kv_capacity_tokens=1e9))
-    short = TurnModel(LOAD, COSTS)
-    assert float(short.solve(1, 0, 24).turn) == float(ample.solve(1, 0, 24).turn)
-    lost = short.solve(1, 0, 60)
-    assert float(lost.miss_share) > 0.5 and float(lost.turn) > 1.3 * float(ample.solve(1, 0, 60).turn)
+    mingled, together = TurnModel(replace(LOAD, barrier=False), COSTS), TurnModel(LOAD, COSTS)
+    assert float(mingled.solve(1, 0, 24).turn) == float(ample.solve(1, 0, 24).turn) < float(together.solve(1, 0, 24).turn)
+    for short in (mingled, together):
+        lost = short.solve(1, 0, 60)
+        assert float(lost.miss_share) > 0.5 and float(lost.turn) > 1.3 * float(ample.solve(1, 0, 60).turn)
     tiny = TurnModel(LOAD, replace(COSTS, kv_capacity_tokens=9_000.0)).solve(1, 4, 60)
     assert float(tiny.queue) > 0.5 * float(tiny.turn) and float(tiny.decode_batch) == pytest.approx(0.97 * 9 / 4)
-    prefix = TurnModel(LOAD, COSTS).solve(10, 1, 60)
-    assert float(prefix.miss_share) == pytest.approx(1 - 0.97 * 25 / 60), "the prefiller's cache is short too"
+    prefix = together.solve(10, 1, 60)
+    assert float(prefix.miss_share) == pytest.approx(float(lost_prefixes(60 / (0.97 * 25), True))), "the prefiller's, too"
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+def test_a_cache_that_is_a_little_too_small_loses_more_than_does_not_fit(barrier: bool) -> None:
+    loads = np.linspace(0.1, 3.0, 30)
+    lost = lost_prefixes(loads, barrier)
+    assert (np.diff(lost) >= 0).all() and lost[0] == 0 and lost[-1] < 1
+    assert (lost[loads > 1.05] > 1 - 1 / loads[loads > 1.05]).all()
 
 
 def test_misses_and_short_appends_are_priced() -> None:

@@ -23,7 +23,7 @@ from pearl.engine.steady import SteadyCore
 from pearl.kv_transfer import KVTransfer
 from pearl.protocol import SamplingParams
 from pearl.sched.settings import SchedulerSettings
-from pearl.sched.sim.plans import EngineSizes, Hardware, RouterSizes
+from pearl.sched.sim.plans import EngineSizes, Hardware
 from pearl.sched.sim.simulator import Simulation
 from pearl.scheduler_options import BorrowSettings, PdSettings
 
@@ -154,13 +154,12 @@ def test_live_engines_decide_as_simulated_ones(folder: Path, monkeypatch: pytest
     num_blocks = 60 if mode == "mixed" else 400  # who hands over has room: it is taken earlier than KV comes, but not live
     trace, names = Trace(), dict[str, str]()
     trace.watch(monkeypatch)
-    pd = PdSettings(mode=mode, ratio="1:1" if mode == "split" else "auto")
+    pd = PdSettings(mode=mode, ratio="1:1" if mode == "split" else "auto", append_on_decode="10")
     settings = sim_jobs.settings(
         costs=replace(sim_jobs.SMALL, kv_capacity_tokens=num_blocks * SIZES.block_size),
         workload=replace(LOAD, turns=4, appended=15, generated=15, context=80, longest=200),
         engine=SIZES,
         hardware=Hardware(training_gpus=2, reserved_workers=2, tp=1),
-        router=RouterSizes(append_on_decode_tokens=10),
         scheduler=SchedulerSettings(pd=pd, borrow=BorrowSettings(workers="none"), tail_share=0.0),
         max_steps=1,
     )
