@@ -177,19 +177,21 @@ class EngineCore(MovingRequests):
         check_complete(output, result)
         self._unfinished.popleft()
         updates: list[RequestUpdate] = []
+        hands_over, sampled, version = self.scheduler.policy.hands_over, result.sampled, result.weight_version
         for entry in output.requests:
             request = self.requests[entry.request_id]
             request.num_in_flight -= 1
             if request.status is not RequestStatus.FINISHED:
                 self._take_written(request, entry, result)
-                self._grown(entry.request_id, output.step)
+                if self.growing:
+                    self._grown(entry.request_id, output.step)
                 if entry.samples:
-                    updates.append(self._take_token(request, entry, result.sampled[entry.request_id], result.weight_version))
+                    updates.append(self._take_token(request, entry, sampled[entry.request_id], version))
             if request.status is not RequestStatus.RUNNING and not request.num_in_flight:
                 self._settle(request)
-            elif self.scheduler.policy.hands_over and request.is_decoding and not (request.stays or request.num_in_flight):
+            elif hands_over and request.is_decoding and not (request.stays or request.num_in_flight):
                 self.offer(request, now)
-            elif request.is_decoding:
+            elif self.growing and request.is_decoding:
                 self._end_growing(entry.request_id)  # it stays
         return updates
 
@@ -238,7 +240,7 @@ class EngineCore(MovingRequests):
         self._num_generated_tokens += 1
         ending = ending_by_id(request, token_id)
         text = ""
-        stream = self._texts.get(request.request_id)
+        stream = self._texts.get(request.request_id) if self._texts else None
         if stream is not None:
             text = stream.push(token_id, hidden=ending is not None)
             if ending is None and stream.stopped_by is not None:

@@ -43,8 +43,7 @@ class _Step:
         request.num_computed_tokens = end
         request.num_in_flight += 1
         self.tokens_left -= num_tokens
-        last_prompt = request.num_prompt_tokens - 1
-        wants = request.params.prompt_logprobs and start < last_prompt and min(end, last_prompt) >= len(request.prompt_logprobs)
+        wants = request.params.prompt_logprobs and _lacks_prompt_logprobs(request, start, end)
         self.entries.append(
             ScheduledRequest(
                 request_id=request.request_id,
@@ -54,6 +53,12 @@ class _Step:
                 wants_prompt_logprobs=wants,
             )
         )
+
+
+def _lacks_prompt_logprobs(request: Request, start: int, end: int) -> bool:
+    """Whether the positions from `start` to `end` give a log-prob of the prompt that is still missing."""
+    last_prompt = request.num_prompt_tokens - 1
+    return start < last_prompt and min(end, last_prompt) >= len(request.prompt_logprobs)
 
 
 class Scheduler:
@@ -183,18 +188,20 @@ class Scheduler:
     def _run_decodes(self, plan: _Step) -> list[Request]:
         """Runs all requests that are one token behind; returns the running ones further behind, in order."""
         behind: list[Request] = []
+        hands_over, running = self.policy.hands_over, RequestStatus.RUNNING
         for request in list(self.running.values()):
-            if request.status is not RequestStatus.RUNNING:
+            if request.status is not running:
                 continue  # gave way to one before it in this very step
-            missing = len(request.token_ids) - request.num_computed_tokens
+            computed = request.num_computed_tokens
+            missing = len(request.token_ids) - computed
             if missing > 1:
                 behind.append(request)
                 continue
             if not missing and self._ends_with_next_token(request):
                 continue
-            if self.policy.hands_over and not request.stays and request.num_computed_tokens >= request.num_prompt_tokens:
+            if hands_over and not request.stays and computed >= request.num_prompt_tokens:
                 continue  # its prompt is computed: it leaves as soon as its token is known
-            if plan.tokens_left and self._make_room(plan, request, request.num_computed_tokens + 1):
+            if plan.tokens_left and self._make_room(plan, request, computed + 1):
                 if not missing:
                     request.token_ids.append(PLACEHOLDER)
                 plan.take(request, 1)

@@ -17,6 +17,7 @@ from pearl.engine.core import EngineCore
 from pearl.engine.ending import completion_of, ending_by_length
 from pearl.engine.request import (
     PLACEHOLDER,
+    Completion,
     Request,
     RequestStatus,
     RequestUpdate,
@@ -46,16 +47,16 @@ class SteadyCore(EngineCore):
         if scheduler.waiting and scheduler.has_seat and not scheduler.still_blocked(scheduler.waiting[0]):
             return 0
         hands_over, most = scheduler.policy.hands_over, MOST_STEPS
+        longest = min(self.settings.max_model_len, self.blocks.num_slots + 1)
         for request in scheduler.running.values():
-            if not request.is_decoding or (hands_over and not request.stays) or not _ends_by_length(request):
+            prompt, length = request.num_prompt_tokens, len(request.token_ids)
+            decoding = prompt < length == request.num_written_tokens + 1  # `is_decoding`, which would count again
+            if not decoding or (hands_over and not request.stays) or not _ends_by_length(request):
                 return 0
-            most = min(most, self._steps_left(request))
+            left = min(request.max_tokens + prompt, longest) - length
+            if left < most:
+                most = left
         return self._steps_with_room(most)
-
-    def _steps_left(self, request: Request) -> int:
-        length = len(request.token_ids)
-        by_length = min(request.max_tokens + request.num_prompt_tokens, self.settings.max_model_len) - length
-        return min(by_length, self.blocks.num_slots + 1 - length)
 
     def _steps_with_room(self, most: int) -> int:
         """As many of `most` steps as there are blocks for."""
@@ -84,13 +85,13 @@ class SteadyCore(EngineCore):
         if num_steps > self.steady_steps():
             raise ValueError(f"num_steps={num_steps}: only {self.steady_steps()} steps are steady")
         self.expire(now)
-        entries = []
+        entries, grow = [], self.blocks.grow
         for request in self.scheduler.running.values():
             start = request.num_computed_tokens
-            if not self.blocks.grow(request, start + num_steps):
+            if not grow(request, start + num_steps):
                 raise RuntimeError(f"request {request.request_id!r}: no room for {num_steps} steady steps")
-            request.token_ids.extend(TokenRuns.of(PLACEHOLDER, num_steps - 1))
-            request.num_computed_tokens += num_steps
+            _runs_of(request).repeat(PLACEHOLDER, num_steps - 1)
+            request.num_computed_tokens = start + num_steps
             request.num_in_flight += 1
             entries.append(ScheduledRequest(request_id=request.request_id, start=start, num_tokens=1, samples=True))
         output = SchedulerOutput(step=self._num_steps, requests=tuple(entries), num_steps=num_steps)
@@ -106,38 +107,47 @@ class SteadyCore(EngineCore):
         if not isinstance(result, SteadyResult) or not self._unfinished or self._unfinished[0] is not output:
             raise RuntimeError(f"output of step {output.step}: is not the oldest unfinished one, or its result is of one step")
         self._unfinished.popleft()
-        updates = []
+        updates, steps = [], output.num_steps
+        logprobs, versions = (0.0,) * steps, (result.weight_version,) * steps
         for entry in output.requests:
             request = self.requests[entry.request_id]
             request.num_in_flight -= 1
-            updates.append(self._take_run(request, entry, output.num_steps, result))
+            request.logprobs += logprobs
+            request.weight_versions += versions
+            token_id = result.token_ids[entry.request_id]
+            update = RequestUpdate(
+                request_id=entry.request_id,
+                token_ids=(token_id,) * steps,
+                logprobs=logprobs,
+                weight_versions=versions,
+                completion=self._take_run(request, token_id, entry.start, steps),
+            )
+            updates.append(update)
             if request.status is not RequestStatus.RUNNING and not request.num_in_flight:
                 self._settle(request)
+        self._num_generated_tokens += steps * len(updates)
         return updates
 
-    def _take_run(self, request: Request, entry: ScheduledRequest, steps: int, result: SteadyResult) -> RequestUpdate:
-        token_id, runs = result.token_ids[request.request_id], cast(Any, request.token_ids)
-        if not isinstance(runs, TokenRuns):
-            raise TypeError(f"request {request.request_id!r}: its tokens must be TokenRuns, not {type(runs).__name__}")
-        written = entry.start + steps
-        runs.cut(entry.start + 1)
+    def _take_run(self, request: Request, token_id: int, start: int, steps: int) -> Completion | None:
+        """Enters the tokens of a run that began at position `start`; what the request gave, if they are its last."""
+        runs, size, written = _runs_of(request), self.settings.block_size, start + steps
+        runs.cut(start + 1)
         runs.repeat(token_id, steps)
         request.num_written_tokens = written
-        if written // self.settings.block_size > entry.start // self.settings.block_size:
+        if written // size > start // size:
             self.blocks.register(request, self.weight_version)
-        request.logprobs.extend([0.0] * steps)
-        request.weight_versions.extend([result.weight_version] * steps)
-        self._num_generated_tokens += steps
         ending = ending_by_length(request, max_model_len=self.settings.max_model_len, num_slots=self.blocks.num_slots)
-        if ending is not None:
-            self._end(request, ending)
-        return RequestUpdate(
-            request_id=request.request_id,
-            token_ids=(token_id,) * steps,
-            logprobs=(0.0,) * steps,
-            weight_versions=(result.weight_version,) * steps,
-            completion=completion_of(request) if ending is not None else None,
-        )
+        if ending is None:
+            return None
+        self._end(request, ending)
+        return completion_of(request)
+
+
+def _runs_of(request: Request) -> TokenRuns:
+    runs = cast(Any, request.token_ids)
+    if not isinstance(runs, TokenRuns):
+        raise TypeError(f"request {request.request_id!r}: its tokens must be TokenRuns, not {type(runs).__name__}")
+    return runs
 
 
 def _ends_by_length(request: Request) -> bool:

@@ -86,11 +86,14 @@ class TokenRuns:
 
     def repeat(self, token_id: int, count: int) -> None:
         """Appends the same id so many times."""
-        if count and self._ids and self._ids[-1] == token_id:
-            self._ends[-1] += count
-        elif count:
-            self._ends.append(len(self) + count)
-            self._ids.append(token_id)
+        ends, ids = self._ends, self._ids
+        if not count:
+            return
+        if ids and ids[-1] == token_id:
+            ends[-1] += count
+        else:
+            ends.append((ends[-1] if ends else 0) + count)
+            ids.append(token_id)
 
     def extend(self, token_ids: Iterable[int]) -> None:
         if isinstance(token_ids, TokenRuns):
@@ -110,11 +113,12 @@ class TokenRuns:
 
     def cut(self, length: int) -> None:
         """Keeps the first `length` ids."""
-        while self._ends and (self._ends[-2] if len(self._ends) > 1 else 0) >= length:
-            self._ends.pop()
+        ends = self._ends
+        while ends and (ends[-2] if len(ends) > 1 else 0) >= length:
+            ends.pop()
             self._ids.pop()
-        if self._ends and self._ends[-1] > length:
-            self._ends[-1] = length
+        if ends and ends[-1] > length:
+            ends[-1] = length
 
     def blocks(self, size: int, first: int, last: int) -> list[tuple[int, ...]]:
         """The blocks `first` to `last` (not included) of `size` ids each; all of them must be full."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from itertools import chain
 
 from pearl.protocol import Role
 from pearl.sched.standing import Rank, Standing, names
@@ -47,6 +48,7 @@ class WorkerLoad:
 
 @dataclass(slots=True, kw_only=True)
 class _Session:
+    name: str
     worker: str
     live: bool = True
     prompt_len: int = 0
@@ -84,6 +86,10 @@ class Router:
     without_credit: int = 0
     """Requests sent to prefill workers while no decode worker had room for them."""
     _sessions: dict[str, _Session] = field(default_factory=dict)
+    _live: dict[str, dict[str, _Session]] = field(default_factory=dict)
+    """By worker: its sessions that have a request in flight."""
+    _moving: dict[str, _Session] = field(default_factory=dict)
+    """Those that are to go on elsewhere (`moving_to`)."""
     _slots: int = 0
     _standing: Standing = field(default_factory=Standing)
 
@@ -94,6 +100,7 @@ class Router:
         if worker in self.loads:
             self.lose_worker(worker)
         self.loads[worker] = WorkerLoad(role=role, capacity=capacity, slot=self._slots)
+        self._live[worker] = {}
         self._slots += 1
         self._stand(worker)
 
@@ -135,7 +142,7 @@ class Router:
             return None
         worker, target = self._choose(session, prompt_len)
         self.moved += session is not None and (target or worker) != session.worker
-        placed = _Session(worker=worker, prompt_len=prompt_len, target=target)
+        placed = _Session(name=session_id, worker=worker, prompt_len=prompt_len, target=target)
         placed.prefiller = worker if target is not None else session.prefiller if session is not None else None
         self._sessions[session_id] = placed
         self._count(placed, +1)
@@ -157,14 +164,15 @@ class Router:
         session = self._sessions.get(session_id)
         if session is None or not session.live or session.worker != source:
             return None
-        others = self.loads.keys() - {source, *refused}
         for planned in (session.moving_to, session.target):
-            if planned in others and self._decodes(self.loads[planned]):
+            if planned in self.loads and self._decodes(self.loads[planned]) and planned != source and planned not in refused:
                 return planned
-        able = [name for name in others if self._decodes(self.loads[name])]
-        decode = [name for name in able if self.loads[name].role is Role.DECODE] or able
-        roomy = [name for name in decode if self._credit(name) >= session.prompt_len]
-        return min(roomy or decode, key=self._rank_of, default=None)
+        for role in (Role.DECODE, Role.MIXED):
+            others = (name for name in names(self._standing.of(role)) if name != source and name not in refused)
+            first = next(others, None)
+            if first is not None:
+                return next((name for name in chain((first,), others) if self._credit(name) >= session.prompt_len), first)
+        return None
 
     def handed_over(self, session_id: str, worker: str) -> None:
         """The request and its KV are with `worker` now. Unknown sessions and workers are ignored."""
@@ -173,14 +181,15 @@ class Router:
             return
         if session.live:
             self._count(session, -1)
-        session.worker, session.target, session.moving_to = worker, None, None
+        session.worker, session.target = worker, None
+        self._stays(session)
         if session.live:
             self._count(session, +1)
 
     def move_failed(self, session_id: str) -> None:
         """A move that `rebalance` proposed did not come about; the request goes on where it was."""
         if session_id in self._sessions:
-            self._sessions[session_id].moving_to = None
+            self._stays(self._sessions[session_id])
 
     def done(self, session_id: str, tokens: int = 0) -> None:
         """The session's request ended; its KV, of `tokens` tokens if they are known, stays where it is. Unknown sessions are
@@ -190,7 +199,8 @@ class Router:
             return
         self._count(session, -1)
         session.prompt_len = max(session.prompt_len, tokens)
-        session.live, session.moving_to, session.target = False, None, None
+        session.live, session.target = False, None
+        self._stays(session)
 
     def forget(self, session_id: str) -> None:
         """The session is over."""
@@ -210,13 +220,16 @@ class Router:
         for name, session in here.items():
             if session.live:
                 self._count(session, -1)
+            self._stays(session)
             del self._sessions[name]
         self.loads.pop(worker, None)
+        self._live.pop(worker, None)
         self._standing.remove(worker)
         for session in self._sessions.values():
             session.target = None if session.target == worker else session.target
             session.prefiller = None if session.prefiller == worker else session.prefiller
-            session.moving_to = None if session.moving_to == worker else session.moving_to
+        for session in [one for one in self._moving.values() if one.moving_to == worker]:
+            self._stays(session)
         return [name for name, session in here.items() if session.live]
 
     def rebalance(self) -> list[SessionMove]:
@@ -226,16 +239,12 @@ class Router:
         not again before `handed_over`, `move_failed` or `done`.
         """
         counts = {name: load.in_flight for name, load in self.loads.items() if self._decodes(load)}
-        movable: dict[str, list[tuple[int, str]]] = {name: [] for name in counts}
-        for name, session in self._sessions.items():
-            if session.live and session.worker in movable:
-                if session.moving_to in counts:
-                    counts[session.worker] -= 1
-                    counts[session.moving_to] += 1
-                elif session.moving_to is None:
-                    movable[session.worker].append((session.prompt_len, name))
-        for rows in movable.values():
-            rows.sort(reverse=True)
+        for session in self._moving.values():
+            if session.live and session.worker in counts and session.moving_to in counts:
+                counts[session.worker] -= 1
+                counts[session.moving_to] += 1
+        movable: dict[str, list[tuple[int, str]]] = {}
+        """Of those workers that were the fullest so far: their sessions that stay, the shortest last."""
         moves: list[SessionMove] = []
         fullest = [(-count, self.loads[name].slot, name) for name, count in counts.items()]
         emptiest = [(count, self.loads[name].slot, name) for name, count in counts.items()]
@@ -247,10 +256,16 @@ class Router:
             while emptiest[0][0] != counts[emptiest[0][2]]:
                 heappop(emptiest)
             source, target = fullest[0][2], emptiest[0][2]
-            if counts[source] - counts[target] < 2 or not movable[source]:
+            if counts[source] - counts[target] < 2:
+                return moves
+            if source not in movable:
+                rows = [(one.prompt_len, one.name) for one in self._live[source].values() if one.moving_to is None]
+                movable[source] = sorted(rows, reverse=True)
+            if not movable[source]:
                 return moves
             _, session_id = movable[source].pop()
-            self._sessions[session_id].moving_to = target
+            session = self._moving[session_id] = self._sessions[session_id]
+            session.moving_to = target
             moves.append(SessionMove(session=session_id, source=source, target=target))
             counts[source] -= 1
             counts[target] += 1
@@ -259,6 +274,11 @@ class Router:
                 heappush(emptiest, (counts[name], self.loads[name].slot, name))
         return moves
 
+    def _stays(self, session: _Session) -> None:
+        """It is not to go on elsewhere, or no longer."""
+        session.moving_to = None
+        self._moving.pop(session.name, None)
+
     def _decodes(self, load: WorkerLoad) -> bool:
         return load.role is not Role.PREFILL and load.takes
 
@@ -266,6 +286,10 @@ class Router:
         load = self.loads[session.worker]
         load.in_flight += sign
         load.prompt_tokens += sign * session.prompt_len
+        if sign > 0:
+            self._live[session.worker][session.name] = session
+        else:
+            del self._live[session.worker][session.name]
         self._stand(session.worker)
         if session.target is not None:
             self.loads[session.target].promised += sign

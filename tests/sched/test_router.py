@@ -236,6 +236,39 @@ def test_rebalancing_evens_out_with_the_shortest_and_ends() -> None:
     assert (router.loads["a"].in_flight, router.loads["b"].in_flight) == (4, 1)
 
 
+def even(router: Router) -> list[tuple[str, str, str]]:
+    """What `rebalance` is to say, looked for among all sessions and workers for each move."""
+    loads = {name: load for name, load in router.loads.items() if load.role is not Role.PREFILL and load.takes}
+    counts = {name: load.in_flight for name, load in loads.items()}
+    live = {name: one for name, one in router._sessions.items() if one.live and one.worker in loads}
+    for one in live.values():
+        if one.moving_to in loads:
+            counts[one.worker] -= 1
+            counts[one.moving_to] += 1
+    staying = {name: one for name, one in live.items() if one.moving_to is None}
+    moves: list[tuple[str, str, str]] = []
+    while counts:
+        source = min(counts, key=lambda name: (-counts[name], loads[name].slot))
+        target = min(counts, key=lambda name: (counts[name], loads[name].slot))
+        here = [(one.prompt_len, name) for name, one in staying.items() if one.worker == source]
+        if counts[source] - counts[target] < 2 or not here:
+            return moves
+        moves.append((min(here)[1], source, target))
+        del staying[min(here)[1]]
+        counts[source] -= 1
+        counts[target] += 1
+    return moves
+
+
+def chosen(router: Router, session: str, source: str, refused: set[str]) -> str | None:
+    """What `taker` is to say of a session that no worker was planned for, looked for among all workers."""
+    able = [name for name, load in router.loads.items() if load.role is not Role.PREFILL and load.takes]
+    able = [name for name in able if name != source and name not in refused]
+    decode = [name for name in able if router.loads[name].role is Role.DECODE] or able
+    roomy = [name for name in decode if router._credit(name) >= router._sessions[session].prompt_len]
+    return min(roomy or decode, key=router._rank_of, default=None)
+
+
 DEEDS = st.sampled_from(["place", "done", "forget", "lose", "add", "hand", "drain", "role", "rebalance", "load", "fail"])
 
 
@@ -262,12 +295,18 @@ def test_books_balance_with_roles_credits_and_moves(steps: list[tuple[str, int, 
         elif what == "role":
             router.set_role(worker, role)
         elif what == "rebalance":
-            for move in router.rebalance():
+            wanted = even(router)
+            moves = router.rebalance()
+            assert [(move.session, move.source, move.target) for move in moves] == wanted
+            for move in moves:
                 assert move.source != move.target and router.loads[move.target].role is not Role.PREFILL
         elif what == "load":
             router.on_load(worker, waiting=other, running=number, free_blocks=number * 10)
         elif what == "fail":
             router.move_failed(session)
+        source = router.worker_of(session)
+        if source is not None and router._sessions[session].target is None and router._sessions[session].moving_to is None:
+            assert router.taker(session, source, {worker}) == chosen(router, session, source, {worker})
         sessions = [f"s{index}" for index in range(6)]
         for name, load in router.loads.items():
             assert load.in_flight == sum(router.worker_of(one) == name for one in sessions)

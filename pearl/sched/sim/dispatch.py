@@ -111,14 +111,16 @@ class Dispatcher:
     # ------------------------------------------------------------------------------------------------ what workers say
 
     def stepped(self, worker: SimWorker, output: SchedulerOutput, cost: StepPrice, updates: list[RequestUpdate]) -> None:
-        self._recorder.stepped(cost, output.num_steps, len(output.preempted))
+        drawn, episodes = 0, self._episodes
         for update in updates:
-            episode = self._episodes[update.request_id]
-            if update.token_ids:
-                episode.draw(len(update.token_ids), update.weight_versions[0])
-                self._recorder.drawn(len(update.token_ids))
+            episode, count = episodes[update.request_id], len(update.token_ids)
+            if count:
+                episode.draw(count, update.weight_versions[0])
+                drawn += count
+        self._recorder.stepped(cost, output.num_steps, len(output.preempted), drawn)
+        for update in updates:
             if update.completion is not None:
-                self._completed(episode, update)
+                self._completed(episodes[update.request_id], update)
         core = worker.core
         self._router.on_load(worker.name, len(core.scheduler.waiting), len(core.scheduler.running), worker.free_blocks)
 

@@ -13,14 +13,14 @@ paid once.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+import msgspec
 
 from pearl.engine.request import SchedulerOutput
 from pearl.sched.cost_profile import CostProfile
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPrice:
+class StepPrice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """`seconds` of the whole output (of all its `num_steps`). `decode_s` and `prefill_s` are what the parts would cost alone,
     host time left out. `batch` sequences of `context` tokens on average are decoded; `new` tokens in `chunks` pieces, on
     `prefix` tokens on average (weighted by tokens), are computed."""
@@ -51,9 +51,7 @@ def price(output: SchedulerOutput, costs: CostProfile) -> StepPrice:
     if output.num_steps > 1:
         if chunks:
             raise ValueError(f"num_steps={output.num_steps} of step {output.step}: with prefills it must be 1")
-        seconds = steady_s(costs, batch, context, output.num_steps)
-        host = output.num_steps * costs.step_overhead_s
-        return StepPrice(seconds=seconds, decode_s=seconds - host, batch=batch, context=context / batch)
+        return steady_price(costs, batch, context, output.num_steps)
     if not batch and not chunks:
         return StepPrice(seconds=0.0)
     decode_s = float(costs.decode.seconds(batch, context / batch)) if batch else 0.0
@@ -72,6 +70,12 @@ def price(output: SchedulerOutput, costs: CostProfile) -> StepPrice:
         chunks=chunks,
         prefix=below / new if new else 0.0,
     )
+
+
+def steady_price(costs: CostProfile, batch: int, tokens: int, steps: int) -> StepPrice:
+    """Of a steady run, as in `steady_s`."""
+    seconds = steady_s(costs, batch, tokens, steps)
+    return StepPrice(seconds=seconds, decode_s=seconds - steps * costs.step_overhead_s, batch=batch, context=tokens / batch)
 
 
 def steady_s(costs: CostProfile, batch: int, tokens: int, steps: int) -> float:

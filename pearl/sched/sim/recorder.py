@@ -59,21 +59,19 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------ what happens
 
-    def stepped(self, cost: StepPrice, steps: int, preempted: int) -> None:
-        """A worker finished an output of so many steps."""
+    def stepped(self, cost: StepPrice, steps: int, preempted: int, drawn: int) -> None:
+        """A worker finished an output of so many steps, which gave `drawn` tokens."""
         self.counts["steps"] += steps
         self.counts["outputs"] += 1
         self.counts["preemptions"] += preempted
         self.counts["computed"] += cost.new
+        self.counts["generated"] += drawn
         self._decoding_s += cost.batch * cost.seconds
         if cost.batch and not cost.new:
             self._decode.add((cost.batch, 0), cost.batch, cost.context, cost.seconds / steps, steps)
         elif cost.new and not cost.batch:
             key = int(NEW_BUCKETS_PER_OCTAVE * math.log2(cost.new)), int(cost.prefix) // PREFIX_BUCKET
             self._prefill.add(key, cost.new, cost.prefix, cost.seconds, 1)
-
-    def drawn(self, count: int) -> None:
-        self.counts["generated"] += count
 
     def placed(self, role: Role, episode: Episode) -> None:
         """A turn's request goes to a worker of this role."""

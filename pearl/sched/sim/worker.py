@@ -22,7 +22,7 @@ from pearl.engine.steady import SteadyCore, SteadyResult
 from pearl.protocol import Role
 from pearl.sched.cost_profile import CostProfile
 from pearl.sched.sim.agenda import Agenda, Appointment
-from pearl.sched.sim.pricing import StepPrice, price, steady_s, steady_steps
+from pearl.sched.sim.pricing import StepPrice, price, steady_price, steady_s, steady_steps
 
 Act = Callable[[SteadyCore], object]
 
@@ -60,7 +60,6 @@ class SimWorker:
         self._deciding = False
         self._run: _Run | None = None
         self._alarm: Appointment | None = None
-        self._drawn: dict[int, SampledToken] = {}
 
     @property
     def role(self) -> Role:
@@ -183,7 +182,7 @@ class SimWorker:
 
     def _finish_steady(self, run: _Run, steps: int) -> None:
         output = self.core.schedule(run.start, steps)
-        self._finish(output, price(output, self.costs))
+        self._finish(output, steady_price(self.costs, run.batch, run.tokens, steps))
 
     def _finish(self, output: SchedulerOutput, cost: StepPrice) -> None:
         updates = self.core.finish(output, self._result(output), self._agenda.now)
@@ -195,13 +194,8 @@ class SimWorker:
         drawn = {entry.request_id: requests[entry.request_id].seed for entry in output.requests if entry.samples}
         if output.num_steps > 1:
             return SteadyResult(sampled={}, token_ids=drawn, weight_version=version)
-        return StepResult(sampled={name: self._token(token) for name, token in drawn.items()}, weight_version=version)
-
-    def _token(self, token_id: int) -> SampledToken:
-        token = self._drawn.get(token_id)
-        if token is None:
-            token = self._drawn[token_id] = SampledToken(token_id=token_id, logprob=0.0)
-        return token
+        tokens = {name: SampledToken(token_id=token_id, logprob=0.0) for name, token_id in drawn.items()}
+        return StepResult(sampled=tokens, weight_version=version)
 
     def _hand_out(self) -> None:
         if self.core.exports:
