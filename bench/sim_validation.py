@@ -233,7 +233,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--trajectories", type=int, default=64)
     options = parser.parse_args()
-    plans, grid = plans_of(options.trajectories), Grid()
+    plans, grid = plans_of(options.trajectories), Grid(steps=16)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in CASES}
     for _ in range(options.rounds):
         for name, roles in CASES.items():
