@@ -41,6 +41,7 @@ from pearl.sched.sim.baselines import (
     roll_large,
     static,
 )
+from pearl.sched.sim.command_line import check_writable
 from pearl.sched.sim.page import write_page
 from pearl.sched.sim.plans import Hardware
 from pearl.sched.sim.presets.fitted import Fitted, read_fitted
@@ -97,6 +98,12 @@ class Report:
         self.figures.append((name, ours, told, hit))
         print(f"  {name:<46}{ours:>10}   printed {told:<18}{'hit' if hit else 'MISSED'}", flush=True)
 
+    def check_trained(self, run: Run) -> None:
+        """ValueError if it has no throughput to compare."""
+        if not run.result.steps:
+            where = f"{run.segment or 'fixed GPUs'}, seed {run.seed}"
+            raise ValueError(f"minutes={self.options.minutes:g}: {run.policy} ({where}) trained no batch in them; give it more")
+
     def segment_runs(self, system: System, names: Sequence[str], **more: Any) -> list[Run]:
         found = []
         for segment in SEGMENTS:
@@ -108,6 +115,7 @@ class Report:
                 until = 60.0 * min(self.options.minutes, segment.last_minute - segment.first_minute)
                 options: dict[str, Any] = {"semantics": self.options.semantics, "until_s": until, "seed": seed} | more
                 run = run_system(chosen, self.preset, self.fitted, segment=segment.name, availability=gpus, **options)
+                self.check_trained(run)
                 found.append(run)
                 print(f"    {chosen.name:<28}{segment.name} seed {seed}: {throughput(run.result):8.0f} tokens/s", flush=True)
         self.runs += found
@@ -143,6 +151,9 @@ def segments(report: Report) -> None:
             print(f"  ours over {name:<16}{_percent(gain(runs[OURS.name], rows))}")
     report.value = gain(runs[OURS.name], runs[PAPER.name]).mean
     found = prediction_error(prediction_pairs(run.result for rows in runs.values() for run in rows))
+    if not found.count:
+        print("  predicted against simulated makespan: no step kept its shape")
+        return
     wanted = f"median {found.median:.1%} (wanted: 10 %), p95 {found.p95:.1%} (25 %)"
     print(f"  predicted against simulated makespan, {found.count} steps: {wanted}")
 
@@ -178,7 +189,9 @@ def _fixed_run(report: Report, system: System, hardware: Hardware, until_s: floa
     rates = []
     for seed in range(report.options.seeds):
         options = {"semantics": report.options.semantics, "until_s": until_s, "seed": seed, "hardware": hardware}
-        rates.append(throughput(run_system(system, report.preset, report.fitted, **options).result))
+        run = run_system(system, report.preset, report.fitted, **options)
+        report.check_trained(run)
+        rates.append(throughput(run.result))
     return sum(rates) / len(rates)
 
 
@@ -229,7 +242,8 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
 }
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0; 2 for options with which nothing can be compared."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("sections", nargs="*", default=["ratios", "segments"], help=f"of {', '.join(SECTIONS)}")
     parser.add_argument("--trace-dir", type=Path, help="folder of recorded traces; drawn ones without it")
@@ -241,15 +255,22 @@ def main() -> int:
     parser.add_argument("--static", action="store_true", help="static ratios too: the best on a segment is its oracle")
     parser.add_argument("--page", type=Path, help="an HTML page of all runs")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if unknown := [name for name in options.sections if name not in SECTIONS]:
         parser.error(f"sections {unknown}: must be of {', '.join(SECTIONS)}")
+    try:
+        check_writable(options.page)
+    except ValueError as wrong:
+        parser.error(str(wrong))
     fitted, digest = read_fitted()
     report = Report(options=options, preset=preset_named(options.preset), fitted=fitted)
     print(f"{options.preset}, {options.semantics}, {options.seeds} seeds, fitted numbers {digest}")
     for name in options.sections:
         print(f"{name}: {(SECTIONS[name].__doc__ or '').splitlines()[0]}", flush=True)
-        SECTIONS[name](report)
+        try:
+            SECTIONS[name](report)
+        except ValueError as wrong:
+            parser.exit(2, f"{parser.prog}: {wrong}\n")
     hits = sum(hit for *_, hit in report.figures)
     print(f"{hits} of {len(report.figures)} figures hit")
     if options.page and report.runs:

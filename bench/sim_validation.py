@@ -3,8 +3,8 @@
 The same trajectories, router and routing are played twice. For real: engines of the quickstart's model in this process, each
 step computed and its processor time measured; an engine's clock advances by its own steps, so several engines run side by side
 on paper as they would on several machines, and environments wait on the same clock. Simulated: with the cost profile that
-`pearl.rl.measure_costs` measures right before and after, in processor time too. `value` is the worst
-case's error, the median over rounds of simulated / real - 1.
+`pearl.rl.measure_costs` measures in between, on other work, in processor time too and with as many engines side by side.
+`value` is the worst case's error, the median over rounds of simulated / real - 1.
 """
 
 from __future__ import annotations
@@ -186,6 +186,11 @@ class RealRun:
 CASES = {"1 mixed": [Role.MIXED], "2 mixed": [Role.MIXED] * 2, "4 mixed": [Role.MIXED] * 4, "1P1D": [Role.PREFILL, Role.DECODE]}
 
 
+def profile(engines: int, grid: Grid) -> CostProfile:
+    """What serving costs right now, measured on other work than is played; engines of one case share a processor's caches."""
+    return measure(CONFIG, "quickstart", "cpu", grid, time.thread_time, side_by_side=engines)[0]
+
+
 def plans_of(count: int) -> list[TrajectoryPlan]:
     return [plan for number in range(count // 4) for plan in WORK.group(number, 4, seed=7)]
 
@@ -228,15 +233,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--trajectories", type=int, default=64)
     options = parser.parse_args()
-    plans, grid = plans_of(options.trajectories), Grid()
+    plans, grid = plans_of(options.trajectories), Grid(steps=16)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in CASES}
     for _ in range(options.rounds):
-        before = measure(CONFIG, "quickstart", "cpu", grid, time.thread_time)[0]
-        took = {name: real(roles, plans) for name, roles in CASES.items()}
-        after = measure(CONFIG, "quickstart", "cpu", grid, time.thread_time)[0]
         for name, roles in CASES.items():
-            told = statistics.fmean(simulated(roles, plans, costs) for costs in (before, after))
-            found[name].append((took[name], told))
+            before, costs, after = real(roles, plans), profile(len(roles), grid), real(roles, plans)
+            found[name].append((statistics.fmean((before, after)), simulated(roles, plans, costs)))
     print(f"{'case':<10}{'real s':>10}{'simulated s':>13}{'error':>9}   medians of {options.rounds} rounds")
     errors = {}
     for name, pairs in found.items():

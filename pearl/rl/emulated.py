@@ -79,8 +79,7 @@ class ProfileCosts:
         return self._slowdown * self._profile.step_overhead_s
 
     def transfer_s(self, tokens: int) -> float:
-        seconds = self._profile.transfer_base_s + tokens * self._profile.kv_bytes_per_token / self._profile.transfer_bytes_per_s
-        return self._slowdown * seconds
+        return self._slowdown * float(self._profile.transfer_s(tokens))
 
     def change_s(self, kind: str) -> float:
         return self._slowdown * float(getattr(self._profile, kind).seconds(1))

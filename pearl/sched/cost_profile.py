@@ -97,12 +97,29 @@ class ChangeCost:
         return np.where(np.asarray(workers) > 0, self.fixed_s + self.per_worker_s * np.asarray(workers), 0.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOverCost:
+    """Seconds that the hosts of two workers spend on handing one request over, between two of their steps: `give_s` its source,
+    `take_s` its target.
+
+    `copies`: the target's host moves the bytes too, and makes no step meanwhile; else they come by themselves.
+    """
+
+    give_s: float = 0.0
+    take_s: float = 0.0
+    copies: bool = False
+
+    def __post_init__(self) -> None:
+        _not_negative("hand_over", self)
+
+
 CHANGES = ("switch", "borrow", "give_back", "prepare", "finalise")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostProfile:
     """One kind of worker. `kv_capacity_tokens`: what its pool holds. `step_overhead_s`: host time added to every step.
+    `transfer_base_s` and the bytes are waited for while both ends go on, unless `hand_over` says otherwise.
 
     `mixing` says what a prefill costs those who decode on the same worker: 1 all of its time (serial), 0 nothing. `eager` is
     how many times longer the decodes of a step take that computes prompts too: steps of decodes alone are captured graphs,
@@ -119,6 +136,7 @@ class CostProfile:
     kv_capacity_tokens: float
     transfer_bytes_per_s: float
     transfer_base_s: float = 0.0
+    hand_over: HandOverCost = HandOverCost()
     step_overhead_s: float = 0.0
     mixing: float = 1.0
     eager: float = 1.0
@@ -148,6 +166,14 @@ class CostProfile:
     def prefill_s(self, new: Any, prefix: Any) -> Any:
         """`new` tokens computed on `prefix` cached ones; 0 for none."""
         return np.where(np.asarray(new) > 0, self.prefill.seconds(new, prefix) + self.step_overhead_s, 0.0)
+
+    def transfer_s(self, tokens: Any) -> Any:
+        """KV of so many tokens on its way, by itself."""
+        return self.transfer_base_s + tokens * self.kv_bytes_per_token / self.transfer_bytes_per_s
+
+    def taking_s(self, tokens: Any) -> Any:
+        """What a hand-over of so many tokens of KV costs its target's host."""
+        return self.hand_over.take_s + (self.transfer_s(tokens) if self.hand_over.copies else 0.0)
 
     def with_change(self, kind: str, cost: ChangeCost) -> CostProfile:
         """A copy in which `kind`, one of CHANGES, costs `cost`."""

@@ -15,6 +15,9 @@ import numpy as np
 JUMP = 10.0
 """Largest factor by which one observation may differ from what is known; beyond, it counts as that far away."""
 
+OUTLYING, REWEIGHTED = 3.0, 6
+"""Of `total_fit`."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Average:
@@ -107,19 +110,30 @@ class StepFit:
         return self._prior_coefficients * self.scale if found is None else found
 
 
-def relative_fit(rows: Any, seconds: Any) -> tuple[list[float], float]:
-    """(coefficients, largest relative error) of the least squares of relative errors, coefficients never negative.
+def total_fit(rows: Any, seconds: Any, known: Any = 0.0) -> tuple[list[float], float]:
+    """(coefficients, median relative error) of measurements that scatter: what is predicted adds up to what was measured, as
+    it must where sums of many steps are wanted. Coefficients are never negative.
+
+    `known` seconds of each measurement are explained already. Weighted least squares, errors over the root of what is
+    predicted (so that they sum to 0), settled in a few rounds; relative errors would favour the quick ones. Measurements that
+    are OUTLYING times off are left out: a processor that did something else.
 
     `rows` of features, one per measurement, and what was measured, > 0. ValueError if nothing can be fitted.
     """
     rows, seconds = np.asarray(rows, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     if rows.ndim != 2 or len(rows) != len(seconds) or not len(rows) or not (seconds > 0).all():
         raise ValueError(f"rows of shape {rows.shape}, {len(seconds)} measurements: must be as many, all of them > 0")
-    relative = rows / seconds[:, None]
-    found = _non_negative(relative.T @ relative, relative.sum(axis=0))
-    if found is None:
-        raise ValueError("rows: no coefficients >= 0 fit them")
-    return found.tolist(), float(np.max(np.abs(relative @ found - 1)))
+    known = np.broadcast_to(np.asarray(known, dtype=np.float64), seconds.shape)
+    told = seconds
+    for _ in range(REWEIGHTED):
+        used = (told > 0) & (seconds < OUTLYING * told) & (told < OUTLYING * seconds)
+        weighted = rows[used] / told[used, None]
+        found = _non_negative(weighted.T @ rows[used], weighted.T @ (seconds - known)[used])
+        if found is None and not known.any():
+            raise ValueError("rows: no coefficients >= 0 fit them")
+        found = np.zeros(rows.shape[1]) if found is None else found
+        told = known + rows @ found
+    return found.tolist(), float(np.median(np.abs(told / seconds - 1)))
 
 
 def _non_negative(gram: Any, right: Any) -> Any:

@@ -138,6 +138,7 @@ def append_limit(prediction: Prediction, workload: Workload, costs: CostProfile)
     launched = (costs.eager - 1) * costs.decode.seconds(max(1.0, others), context)
     here = costs.prefill_s(new, context) + others * (costs.mixing * costs.prefill_s(new, context) + launched)
     queued = 1 / (1 - min(0.9, prediction.prefill_busy))
-    sent = costs.transfer_base_s + new * costs.kv_bytes_per_token / costs.transfer_bytes_per_s
-    there = queued * costs.prefill_s(new + workload.generated, context) + sent
+    computed = costs.prefill_s(new + workload.generated, context) + costs.hand_over.give_s
+    sent = costs.transfer_s(new) + costs.hand_over.take_s
+    there = queued * computed + sent + others * costs.taking_s(new)
     return int(np.max(new[here <= there], initial=0))

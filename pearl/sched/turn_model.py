@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from pearl.sched.cost_profile import CostProfile
+from pearl.sched.cost_profile import CostProfile, HandOverCost
 from pearl.sched.workload import Workload
 
 Array = Any  # float64 arrays that broadcast against each other
@@ -98,6 +98,16 @@ class TurnModel:
         self._sent = (1 - w.local_share) * new
         self._outside = w.env_s + w.overhead_s
         self._byte_s = costs.kv_bytes_per_token / costs.transfer_bytes_per_s
+        self._sent_s = self._sent * self._byte_s + costs.transfer_base_s
+        self._add_hand_over(costs.hand_over)
+
+    def _add_hand_over(self, cost: HandOverCost) -> None:
+        """What it costs the hosts of both ends is work of theirs, as a prompt is."""
+        handed = 1 - self.workload.local_share
+        self._remote_s += handed * cost.give_s
+        self._local_s += handed * cost.take_s
+        if cost.copies:
+            self._local_s, self._sent_s = self._local_s + self._sent_s, 0.0
 
     def solve(self, decoders: Array, prefillers: Array, trajectories: Array) -> Turn:
         """Pools whose number of trajectories is known. `prefillers` 0 means that all its workers are mixed."""
@@ -257,7 +267,7 @@ class _Pools:
         self.remote = self.split * (model._remote_s + (1 - w.local_share) * model._whole_s * self.miss)
         self.busy_per_rate = decoders * self.remote / some
         self.others_remote = np.maximum(0.0, 1 - 1 / self.held_remote)
-        self.transfer = self.split * ((model._sent + w.context * lost) * model._byte_s + c.transfer_base_s)
+        self.transfer = self.split * (model._sent_s + w.context * model._byte_s * lost)
 
 
 def _floats(*values: Array) -> list[Array]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from sched_cases import COSTS, LOAD, busy_load
 
+from pearl.sched.cost_profile import HandOverCost
 from pearl.sched.published import qwen3_30b_a3b_h800
 from pearl.sched.turn_model import TurnModel, lost_prefixes
 
@@ -75,6 +76,26 @@ def test_a_single_trajectory_waits_for_nobody() -> None:
     sent = 400 * 1e5 / 1e10
     alone = LOAD.env_s + COSTS.prefill_s(500, 4000) + 100 * COSTS.decode_step_s(1.0, 4000) + sent
     assert float(split.turn) == pytest.approx(float(alone), rel=0.02) and float(split.transfer) == pytest.approx(sent)
+
+
+def test_hand_overs_are_work_of_both_ends() -> None:
+    paid = replace(COSTS, hand_over=HandOverCost(give_s=0.2, take_s=0.3))
+    free, alone = (float(TurnModel(LOAD, costs).solve(1, 1, 1).turn) for costs in (COSTS, paid))
+    assert alone == pytest.approx(free + 0.5, rel=0.01)
+    busy = [float(TurnModel(LOAD, costs).solve(8, 1, 90).turn) for costs in (COSTS, paid)]
+    assert busy[1] - busy[0] == pytest.approx(90 * 0.2, rel=0.05), "the prefill worker sets the pace"
+    mixed = [float(TurnModel(LOAD, costs).solve(2, 0, 20).turn) for costs in (COSTS, paid)]
+    assert mixed[0] == mixed[1], "where nothing is handed over it costs nothing"
+
+
+def test_kv_that_the_target_copies_keeps_those_who_decode_there_waiting() -> None:
+    slow = replace(COSTS, transfer_bytes_per_s=1e8, kv_capacity_tokens=1e9)  # 0.4 s, and nothing is lost from caches
+    copied = replace(slow, hand_over=HandOverCost(copies=True))
+    sent, work = (TurnModel(LOAD, costs).solve(1, 8, 40) for costs in (slow, copied))
+    assert float(sent.transfer) == pytest.approx(0.4) and float(work.transfer) == 0
+    assert float(work.turn) > float(sent.turn) + 1.0
+    one = [float(TurnModel(LOAD, costs).solve(1, 1, 1).turn) for costs in (slow, copied)]
+    assert one[0] == pytest.approx(one[1], rel=0.01)
 
 
 def test_what_is_busy_all_the_time_sets_the_pace() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -59,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parse = parser()
     options = parse.parse_args(arguments)
     try:
+        for path in (options.html, options.json):
+            check_writable(path)
         runs, note = play(options)
     except (ValueError, OSError) as error:
         parse.error(str(error))
@@ -73,6 +76,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
     return 0
+
+
+def check_writable(path: Path | None) -> None:
+    """Before hours of simulation: ValueError if nothing can be written there."""
+    if path is None:
+        return
+    folder = path.parent
+    if not folder.is_dir():
+        raise ValueError(f"{path}: {folder} is no folder")
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder, must be a file")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"{path}: cannot be written")
 
 
 def play(options: argparse.Namespace) -> tuple[list[Run], str]:

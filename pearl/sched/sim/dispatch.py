@@ -213,12 +213,20 @@ class Dispatcher:
         self._router.handed_over(transfer.episode.name, worker.name)
         self._answer(transfer, ok=True, arrived=False)
         held = arrival.num_held if self._settings.transfer == "append" else 0
-        self._send(transfer, worker, max(0, export.num_tokens - held))
+        tokens = max(0, export.num_tokens - held)
+        transfer.source.charge(self._settings.costs.hand_over.give_s)
+        worker.charge(float(self._settings.costs.taking_s(tokens)))
+        self._send(transfer, worker, tokens)
 
     def _send(self, transfer: Transfer, worker: SimWorker, tokens: int) -> None:
         self.counts["transfers"] += 1
         self.counts["transferred_tokens"] += tokens
-        num_bytes = tokens * self._settings.costs.kv_bytes_per_token
+        costs, faults = self._settings.costs, self._settings.faults
+        fails = faults.transfer > 0 and self._chance.random() < faults.transfer
+        if costs.hand_over.copies:
+            self._agenda.after(0.0, lambda: self._over(transfer, ok=not fails))
+            return
+        num_bytes = tokens * costs.kv_bytes_per_token
         transfer.flow = flow = self._network.send(
             transfer.source.name,
             worker.name,
@@ -226,8 +234,8 @@ class Dispatcher:
             done=lambda: self._over(transfer, ok=True),
             failed=lambda: self._over(transfer, ok=False),
         )
-        if self._settings.faults.transfer and self._chance.random() < self._settings.faults.transfer:
-            self._agenda.after(num_bytes / self._settings.costs.transfer_bytes_per_s / 2, lambda: self._network.fail(flow))
+        if fails:
+            self._agenda.after(num_bytes / costs.transfer_bytes_per_s / 2, lambda: self._network.fail(flow))
 
     def _over(self, transfer: Transfer, ok: bool) -> None:
         """All of the KV is there, or will never be: then it is computed again from the tokens."""

@@ -60,6 +60,7 @@ class SimWorker:
         self._deciding = False
         self._run: _Run | None = None
         self._alarm: Appointment | None = None
+        self._owed = 0.0
 
     @property
     def role(self) -> Role:
@@ -79,7 +80,7 @@ class SimWorker:
         self.core = SteadyCore(self.settings, name=f"{self.name}@{self._agenda.now:.3f}")
         self.core.set_weight_version(version)
         self.core.switch_role(role, now=self._agenda.now)
-        self.serving, self.held = True, False
+        self.serving, self.held, self._owed = True, False, 0.0
 
     def sleep(self) -> None:
         """Between two steps, everything given away: nothing is left of its pool."""
@@ -95,6 +96,10 @@ class SimWorker:
             self._go_on()
         elif self._run.batch:
             self._cut(self._run)
+
+    def charge(self, seconds: float) -> None:
+        """Its host spends so long between two steps: the next one is over so much later."""
+        self._owed += seconds
 
     def hold(self, seconds: float, then: Callable[[], None]) -> None:
         """No step for so long (from between two steps on), then `then`, then it goes on. Void if it stops serving meanwhile."""
@@ -139,7 +144,7 @@ class SimWorker:
             self._watch()
             return
         steps = core.steady_steps()
-        if steps > 1:
+        if steps > 1 and not self._owed:
             self._begin_steady(steps)
             return
         output = core.schedule(now)
@@ -148,7 +153,8 @@ class SimWorker:
             self._watch()
             return
         cost = price(output, self.costs)
-        self._run = _Run(start=now, end=self._agenda.after(cost.seconds, self._end), output=output, cost=cost)
+        end = self._agenda.after(cost.seconds + self._owed, self._end)
+        self._owed, self._run = 0.0, _Run(start=now, end=end, output=output, cost=cost)
 
     def _begin_steady(self, steps: int) -> None:
         now, running = self._agenda.now, self.core.scheduler.running.values()

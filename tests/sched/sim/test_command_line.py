@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from pearl.sched.sim.command_line import main
+from pearl.sched.sim import command_line
+from pearl.sched.sim.command_line import check_writable, main
 
 SMALL = ["--preset", "quickstart-cpu", "--batch", "16", "--training-gpus", "2", "--tp", "1", "--steps", "2"]
 
@@ -50,3 +52,30 @@ def test_what_cannot_be_is_named(options: list[str], words: str, capsys: pytest.
     with pytest.raises(SystemExit, match="2"):
         main([*SMALL, *options])
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--html", "--json"])
+def test_where_nothing_can_be_written_is_said_before_anything_is_run(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ran(*arguments: object) -> None:
+        raise AssertionError("a run was begun")
+
+    monkeypatch.setattr(command_line, "Simulation", ran)
+    (tmp_path / "file").write_text("")
+    cases = {tmp_path / "none" / "x": "is no folder", tmp_path / "file" / "x": "is no folder", tmp_path: "is a folder"}
+    for path, words in cases.items():
+        with pytest.raises(SystemExit, match="2"):
+            main([*SMALL, option, str(path)])
+        assert f"{path}: " in (said := capsys.readouterr().err) and words in said
+
+
+def test_what_may_not_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    check_writable(None)
+    check_writable(Path("relative.html"))
+    with pytest.raises(ValueError, match="cannot be written"):
+        check_writable(tmp_path / "x.json")
+    old = tmp_path / "old.json"
+    old.write_text("{}")
+    check_writable(old)

@@ -11,6 +11,7 @@ import sim_jobs
 from sim_jobs import external, plans, run_checked, settings
 
 from pearl.engine.steady import SteadyCore
+from pearl.sched.cost_profile import HandOverCost
 from pearl.sched.router import Router
 from pearl.sched.settings import BorrowSettings, ExpandSettings, PdSettings, SchedulerSettings
 from pearl.sched.sim.plans import Faults
@@ -60,6 +61,25 @@ def test_runs_of_steps_at_once_change_nothing(mode: str, monkeypatch: pytest.Mon
     assert fast.seconds == pytest.approx(slow.seconds, rel=1e-9)
     same = ("steps", "turns", "generated", "computed", "preemptions", "transferred_tokens")
     assert {name: fast.counts.get(name) for name in same} == {name: slow.counts.get(name) for name in same}
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_hand_overs_cost_the_hosts_of_both_ends(copies: bool) -> None:
+    """And bytes are waited for by the request alone, or cost the target's host as much; nothing else changes."""
+    results = []
+    for cost in (HandOverCost(copies=copies), HandOverCost(give_s=0.2, take_s=0.3, copies=copies)):
+        costs = replace(sim_jobs.SMALL, hand_over=cost, transfer_base_s=0.01, transfer_bytes_per_s=1e8)
+        results.append(run(costs=costs, scheduler=SPLIT, max_steps=1))
+    free, paid = results
+    assert free.counts["transfers"] > 0 and paid.counts["tokens_lost"] == 0
+    assert free.counts["generated"] == paid.counts["generated"]
+    assert paid.steps[0].makespan_s > free.steps[0].makespan_s + 1.0
+
+
+def test_kv_that_the_target_copies_may_still_be_lost() -> None:
+    costs = replace(sim_jobs.SMALL, hand_over=HandOverCost(take_s=0.01, copies=True))
+    result = run(costs=costs, scheduler=SPLIT, faults=Faults(transfer=0.5))
+    assert 0 < result.counts["failed_transfers"] < result.counts["transfers"]
 
 
 def test_equal_inputs_give_equal_results() -> None:

@@ -97,3 +97,28 @@ def test_a_held_worker_takes_no_step() -> None:
     heard.add(1, prompt=50, tokens=4, at=1.0)
     heard.run()
     assert ends == [5.0] and heard.outputs[0][0] > 5.0 and heard.tokens == {"r1": 4}
+
+
+def test_what_its_host_spends_makes_the_next_step_longer_and_no_other() -> None:
+    ends = []
+    for owed in (0.0, 2.0):
+        heard = Heard()
+        heard.add(1, prompt=50, tokens=40)
+        heard.run(until=0.0)
+        heard.worker.charge(owed / 2)
+        heard.worker.charge(owed / 2)
+        heard.run()
+        ends.append(heard.agenda.now)
+        assert heard.tokens == {"r1": 40}
+    assert ends[1] - ends[0] == pytest.approx(2.0)
+    assert [output.num_steps for _, output in heard.outputs] == [1, 1, 38], "that step is one by itself"
+
+
+def test_who_wakes_again_owes_nothing() -> None:
+    heard = Heard()
+    heard.worker.charge(5.0)
+    heard.worker.sleep()
+    heard.worker.wake(Role.MIXED, 3)
+    heard.add(1, prompt=50, tokens=1)
+    heard.run()
+    assert heard.agenda.now < 1.0

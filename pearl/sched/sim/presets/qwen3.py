@@ -5,7 +5,7 @@ Nothing here was measured by this project on a GPU.
 
 H800 serving and reconfiguration: `sched/published.py`.
 H200 serving [M]: kernel sums of the AIConfigurator 0.12 database (SGLang 0.5.14, H200 SXM, tp 2; 54 decode, 33 prefill points
-per model), fitted by `sched.fit.relative_fit`; largest error 8B 10 % (prefill) and 4 % (decode), 30B-A3B 6 % and 9 %.
+per model), fitted by least squares of relative errors; largest error 8B 10 % (prefill) and 4 % (decode), 30B-A3B 6 % and 9 %.
 H200 KV: 0.85 of 2 x 141 GB [P] less the weights, 16.4 and 61.1 GB, over 147,456 and 98,304 bytes per token [P].
 H200 reconfiguration [A]: that of H800; the times are those of processes, links and host memory, which are alike.
 """
