@@ -60,7 +60,8 @@ class StepFit:
     """Least squares of seconds over features, relative errors, forgetting, coefficients never negative.
 
     The prior counts as `prior` observations at `points`, scaled by how much slower or faster than the prior this machine
-    turned out to be, so that a prior of the right form but the wrong speed bends nothing.
+    turned out to be, so that a prior of the right form but the wrong speed bends nothing. `guessed`: nobody knows this machine's
+    speed, so the first measurements alone say how fast it is, however far from the prior.
     """
 
     coefficients: Any
@@ -69,6 +70,7 @@ class StepFit:
     prior: float = 12.0
     weight: float = 0.0
     scale: float = 1.0
+    guessed: bool = False
     _gram: Any = field(init=False)
     _right: Any = field(init=False)
 
@@ -87,6 +89,8 @@ class StepFit:
         """`rows` of features, one per measurement; all positive and finite (the caller's part). Refits at once."""
         rows, seconds, counts = (np.asarray(values, dtype=np.float64) for values in (rows, seconds, counts))
         expected = rows @ self._prior_coefficients
+        if self.guessed and not self.weight:
+            self.scale = _weighted_median(seconds / expected, counts)
         seconds = np.clip(seconds, expected * self.scale / JUMP, expected * self.scale * JUMP)
         old = self.keep * self.weight
         total = old + counts.sum()
@@ -105,6 +109,12 @@ class StepFit:
         gram, right = self._gram + share * known.T @ known, self._right + share * known.sum(axis=0)
         found = _non_negative(gram, right)
         return self._prior_coefficients * self.scale if found is None else found
+
+
+def _weighted_median(values: Any, counts: Any) -> float:
+    order = np.argsort(values)
+    passed = np.cumsum(counts[order])
+    return float(values[order][np.searchsorted(passed, passed[-1] / 2)])
 
 
 def relative_fit(rows: Any, seconds: Any) -> tuple[list[float], float]:

@@ -116,16 +116,19 @@ class RuntimeProfile:
         self.changes = {kind: Average(value=0.0, high=1e5, keep=keep, prior=1.0) for kind in CHANGES}
         batches, contexts = (1.0, 8.0, 32.0, 128.0), (512.0, 8192.0, 32768.0)
         self._decode = StepFit(
-            _decode_coefficients(costs), [self._decode_row(n, c) for n in batches for c in contexts], keep=keep
+            _decode_coefficients(costs),
+            [self._decode_row(n, c) for n in batches for c in contexts],
+            keep=keep,
+            guessed=guessed,
         )
         new, prefixes = (64.0, 512.0, 2048.0), (0.0, 8192.0, 32768.0)
         points = [_prefill_row(n, p, beside=False) for n in new for p in prefixes]
-        self._prefill = StepFit(_prefill_coefficients(costs), points, keep=keep)
+        self._prefill = StepFit(_prefill_coefficients(costs), points, keep=keep, guessed=guessed)
         self._beside = False
         """Whether prompts were seen to be computed beside decodes."""
         moved = [(1.0, tokens) for tokens in (64.0, 512.0, 2048.0, 16384.0)]
         token_s = costs.kv_bytes_per_token / costs.transfer_bytes_per_s
-        self._transfer = StepFit([costs.transfer_base_s, token_s], moved, keep=keep)
+        self._transfer = StepFit([costs.transfer_base_s, token_s], moved, keep=keep, guessed=guessed)
         self._seen_batch, self._seen_context = costs.max_batch, costs.max_context
 
     def observe(self, telemetry: StepTelemetry, lost_share: float = 0.0) -> None:
