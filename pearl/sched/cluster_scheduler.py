@@ -392,9 +392,10 @@ class ClusterScheduler:
             self._capacity = {}
 
     def _learn(self, event: StepMeasured) -> None:
-        if event.makespan_s is not None and self.prediction is not None and self.prediction.shape == self.state.shape():
-            if 0 < event.makespan_s < math.inf and self.prediction.makespan_s < math.inf:
-                seen = residual(self.prediction, event.makespan_s)
+        predicted = self.prediction if self.profile.measured else None  # what was predicted from guesses tells nothing
+        if event.makespan_s is not None and predicted is not None and predicted.shape == self.state.shape():
+            if 0 < event.makespan_s < math.inf and predicted.makespan_s < math.inf:
+                seen = residual(predicted, event.makespan_s)
                 self.log.residuals.append(seen)
                 self.profile.observe_residual(seen.ratio)
         lost = self.prediction.lost_share if self.prediction is not None else 0.0

@@ -20,7 +20,8 @@ JUMP = 10.0
 class Average:
     """A mean that weighs observations by their count and forgets: before each new one, old weight shrinks by `keep`.
 
-    It begins with `value` at the weight of `prior` observations. `deviation` is the mean absolute deviation likewise.
+    It begins with `value` at the weight of `prior` observations, or of none if that was `guessed`. `deviation` is the mean
+    absolute deviation likewise.
     """
 
     value: float
@@ -30,11 +31,15 @@ class Average:
     prior: float = 4.0
     weight: float = 0.0
     deviation: float = 0.0
+    guessed: bool = False
 
     def observe(self, value: float | None, count: float = 1.0) -> bool:
         """False, nothing changed, for what is not a number in [low, high] or has no count."""
         if value is None or not math.isfinite(value) or not self.low <= value <= self.high or not 0 < count < math.inf:
             return False
+        if self.guessed and not self.weight:
+            self.value, self.weight = value, count
+            return True
         if self.value > 0 and value > 0:
             value = min(max(value, self.value / JUMP), self.value * JUMP)
         old = self.prior * (self.weight == 0) + self.keep * self.weight

@@ -107,11 +107,11 @@ class RuntimeProfile:
         self.rejected: Counter[str] = Counter()
         self._costs, self._workload = costs, workload
         self.means = {
-            name: Average(value=getattr(workload, name), low=low, high=high, keep=keep, prior=prior)
+            name: Average(value=getattr(workload, name), low=low, high=high, keep=keep, prior=prior, guessed=guessed)
             for name, (low, high) in MEANS.items()
         }
         shape = workload.turn_quantiles or (1.0,) * len(QUANTILES)
-        self._quantiles = [Average(value=value, low=1e-3, high=1e3, keep=keep, prior=prior) for value in shape]
+        self._quantiles = [Average(value=value, low=1e-3, high=1e3, keep=keep, prior=prior, guessed=guessed) for value in shape]
         self.calibration = Average(value=workload.calibration, low=1e-3, high=1e3, keep=keep, prior=2.0)
         self.changes = {kind: Average(value=0.0, high=1e5, keep=keep, prior=1.0) for kind in CHANGES}
         batches, contexts = (1.0, 8.0, 32.0, 128.0), (512.0, 8192.0, 32768.0)

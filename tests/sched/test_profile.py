@@ -255,3 +255,11 @@ def test_misses_for_lack_of_memory_are_not_counted_twice() -> None:
     for _ in range(10):
         profile.observe(StepTelemetry(trajectories=64, miss_share=1 - 0.8 * 0.5), lost_share=0.5)
     assert profile.workload().miss_share == pytest.approx(0.2)
+
+
+def test_a_guessed_workload_is_forgotten_with_the_first_batch() -> None:
+    profile = RuntimeProfile(COSTS, replace(LOAD, generated=500.0, turns=10.0), guessed=True)
+    profile.observe(StepTelemetry(trajectories=16, generated=20.0, turns=3.0, in_flight=24.0))
+    assert (profile.workload().generated, profile.workload().turns, profile.workload().in_flight) == (20.0, 3.0, 24.0)
+    profile.observe(StepTelemetry(trajectories=16, generated=400.0))
+    assert 20 < profile.workload().generated < 200, "from then on it is a mean"
