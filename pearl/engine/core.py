@@ -165,7 +165,6 @@ class EngineCore(MovingRequests):
             if not output.requests and self.requests and not self._unfinished and not self.blocks.num_leases:
                 raise RuntimeError(f"nothing can run although nothing is in flight: {self.stats()}")
         self._num_steps += 1
-        self._num_computed_tokens += output.num_tokens
         self._unfinished.append(output)
         return output
 
@@ -176,6 +175,7 @@ class EngineCore(MovingRequests):
             raise RuntimeError(f"output of step {output.step} is not the oldest unfinished one of {steps}")
         check_complete(output, result)
         self._unfinished.popleft()
+        self._num_computed_tokens += output.num_tokens
         updates: list[RequestUpdate] = []
         hands_over, sampled, version = self.scheduler.policy.hands_over, result.sampled, result.weight_version
         for entry in output.requests:

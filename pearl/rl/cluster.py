@@ -104,7 +104,7 @@ class Cluster:
         self._model_folder = ""
         self._vocab_size = 0
         self.followers = Followers(externals, router, driver.next_number)
-        self._telemetry = TelemetryMeter()
+        self._telemetry = TelemetryMeter(router.append_on_decode_tokens)
         self._counts: Counter[str] = Counter()
         self._measured = now
         self._seen = -1
@@ -154,6 +154,8 @@ class Cluster:
         """In every turn of the loop: who asks to join, who is silent, and the scheduler's own clock."""
         if self.service is None:
             return
+        if self.collector is not None:
+            self._telemetry.playing(self.collector.playing, now)
         joins, self.externals.joins = self.externals.joins, []
         for peer, join in joins:
             self._admit(peer, join, now)
@@ -175,10 +177,11 @@ class Cluster:
         name = name_of(event.rank)
         match event:
             case Tokens():
-                self._telemetry.stepped(event)
+                self._telemetry.stepped(event, now)
                 if self.collector is not None:
                     self.collector.on_tokens(name, event)
             case HandedOff():
+                self._telemetry.handed_off(event, now)
                 if self.collector is not None:
                     self.collector.on_handed_off(name, event)
             case TakenOver():
@@ -303,6 +306,7 @@ class Cluster:
             prompt_tokens=step["prompt_tokens"],
             cached_tokens=step["cached_tokens"],
             trajectories=step["trajectories"],
+            now=now,
         )
         self.feed(StepMeasured(telemetry=telemetry, makespan_s=makespan_s), now)
 

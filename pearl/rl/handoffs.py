@@ -1,6 +1,8 @@
 """Requests on their way from one serving member to another, as the controller sees them. Torch-free.
 
 Owns which offer waits for whose answer. Who goes on with a request is the router's choice; the KV itself never comes by here.
+An offer asks for room before anything moves: who has none refuses it, the next one is asked, and where nobody has any the
+request goes on at its source. So nobody holds room while waiting for room elsewhere, and full pools cannot block each other.
 Invariant: whatever becomes of either side, a request is with exactly one of them afterwards, or its session is placed again;
 what both would say of it counts once.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pearl.protocol import Abort, FinishExport, KVTransfer, TakenOver, TakeOver, TokenUpdate
@@ -19,9 +21,10 @@ from pearl.sched.router import Router
 @dataclass(slots=True, kw_only=True)
 class _Move:
     session: str
-    request_id: str
     source: str
     target: str
+    transfer: KVTransfer
+    refused: set[str] = field(default_factory=set)
     taken: bool = False
     """The target has the request; its KV is still under way."""
     lapsed: bool = False
@@ -61,7 +64,7 @@ class HandOffs:
             self.counts["nobody"] += 1
             self._stays(session, source, transfer.transfer_id)
             return
-        move = _Move(session=session, request_id=transfer.request_id, source=source, target=target)
+        move = _Move(session=session, source=source, target=target, transfer=transfer)
         self._moves[transfer.transfer_id], self._of[transfer.request_id] = move, transfer.transfer_id
         self._send(target, TakeOver(transfer=transfer))
 
@@ -84,6 +87,8 @@ class HandOffs:
             return None
         if not event.ok:
             self.counts["refused"] += 1
+            if self._asks_next(move):
+                return None
             self._close(event.transfer_id)
             self._stays(move.session, move.source, event.transfer_id)
             return move.aborted
@@ -136,12 +141,23 @@ class HandOffs:
                 ends += [move.aborted] if move.aborted is not None else []
         return ends
 
+    def _asks_next(self, move: _Move) -> bool:
+        """Offers what was refused to another that may have room; False: there is none, or the source goes on or has ended it."""
+        move.refused.add(move.target)
+        over = move.lapsed or move.aborted is not None
+        target = None if over else self._router.taker(move.session, move.source, move.refused)
+        if target is None:
+            return False
+        move.target = target
+        self._send(target, TakeOver(transfer=move.transfer))
+        return True
+
     def _stays(self, session: str, source: str, transfer_id: str) -> None:
         self._router.handed_over(session, source)
         self._send(source, FinishExport(transfer_id=transfer_id, ok=False))
 
     def _close(self, transfer_id: str) -> _Move:
         move = self._moves.pop(transfer_id)
-        if self._of.get(move.request_id) == transfer_id:
-            del self._of[move.request_id]
+        if self._of.get(move.transfer.request_id) == transfer_id:
+            del self._of[move.transfer.request_id]
         return move

@@ -90,6 +90,8 @@ class Serving:
         self._arriving: dict[str, str] = {}
         self._dry = False
         self._computed = 0
+        self._unsent_s = 0.0
+        """Of steps that computed something and gave no token: pieces of long prompts. They are part of the next that does."""
         self._reported = 0.0
 
     # ------------------------------------------------------------------------------------------------ the loop
@@ -129,8 +131,11 @@ class Serving:
         started = time.perf_counter()
         updates = [_update_of(update) for update in self.engine.step_updates()]
         self._dry = not updates
+        seconds = time.perf_counter() - started
         if updates:
-            self._send_tokens(updates, time.perf_counter() - started)
+            self._send_tokens(updates, self._unsent_s + seconds)
+        elif self.engine.stats().num_computed_tokens > self._computed:
+            self._unsent_s += seconds
         offers, self._offers = self._offers + self.engine.take_handoffs(), []
         if offers:
             self._offered |= {offer.transfer_id: offer.request_id for offer in offers}
@@ -232,7 +237,7 @@ class Serving:
                 context=stats.used_blocks * self._block_size,
             )
         )
-        self._computed = stats.num_computed_tokens
+        self._computed, self._unsent_s = stats.num_computed_tokens, 0.0
 
     # ------------------------------------------------------------------------------------------------ orders
 

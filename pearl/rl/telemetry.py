@@ -2,61 +2,105 @@
 
 Owns the sums between two steps, and how they become a `StepTelemetry`. It decides nothing. Torch-free.
 
-Steps are gathered by their size (powers of two). A step that computed one token per running request is a decode step; of any
-other, what exceeds a decode step of its requests is put down to the prompts in it.
+Steps are gathered by their size (powers of two). The first token of a request ends its prompt, every other one is a decode: so
+a step is one of decodes alone, of prompts alone, or both; of the last kind, what exceeds a decode step of its size is put down
+to the prompts. A hand-over lasts from its offer to the first token after it, less the step that made that token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from pearl.protocol import Tokens
+from pearl.protocol import HandedOff, KVTransfer, Tokens
 from pearl.rl.types import Group, Trajectory
-from pearl.sched.profile import DecodeSample, PrefillSample, StepTelemetry
+from pearl.sched.profile import DecodeSample, PrefillSample, StepTelemetry, TransferSample
 from pearl.sched.workload import QUANTILES
 
+LONGEST_MOVE_S = 60.0
+"""An offer that nobody went on with for so long is forgotten."""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, kw_only=True)
 class _Steps:
-    """Sums over steps of about one size: `size` sequences or new prompt tokens, `batch` requests beside them."""
+    """Sums over steps of about one size: `size` sequences or new prompt tokens, `decodes` beside them, of `prompts` prompts."""
 
     count: int = 0
     size: float = 0.0
     context: float = 0.0
-    batch: float = 0.0
+    decodes: float = 0.0
+    prompts: float = 0.0
     seconds: float = 0.0
 
-    def add(self, size: int, context: float, batch: int, seconds: float) -> None:
+    def add(self, size: int, context: float, decodes: int, prompts: int, seconds: float) -> None:
         self.count += 1
         self.size += size
         self.context += context
-        self.batch += batch
+        self.decodes += decodes
+        self.prompts += max(1, prompts)
         self.seconds += seconds
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Offer:
+    """A request on its way: `tokens` is None for what a prefill worker hands over, of which the taker has a part."""
+
+    rank: int
+    at: float
+    tokens: int | None
+
+
 class TelemetryMeter:
-    """`stepped` takes every engine step, `finish` what came of them; then the next RL step begins."""
+    """`stepped` takes every engine step, `handed_off` every offer, `playing` how many trajectories are under way; `finish` says
+    what came of them, and then the next RL step begins. Times are of the caller's clock.
 
-    def __init__(self) -> None:
+    `local_tokens`: a turn that adds up to so many tokens is computed where its KV is.
+    """
+
+    def __init__(self, local_tokens: int = 0) -> None:
+        self._local_tokens = local_tokens
         self._decode: dict[int, _Steps] = {}
-        self._prefill: dict[int, _Steps] = {}
+        self._prefill: dict[tuple[int, bool], _Steps] = {}
+        self._moves: list[tuple[int | None, float]] = []
+        self._offers: dict[str, _Offer] = {}
+        self._answering: set[str] = set()
+        self._answered_before: set[str] = set()
         self._env_s = 0.0
+        self._flight = self._flight_s = 0.0
+        self._flight_at: float | None = None
 
-    def stepped(self, event: Tokens) -> None:
+    def stepped(self, event: Tokens, now: float) -> None:
         """One engine step of any member."""
+        prompts = self._note_requests(event, now)
         batch = len(event.updates)
         if not event.computed or not batch:
             return
-        new = event.computed - batch
+        decodes = batch - prompts
+        new = event.computed - decodes
         context = event.context / max(1, event.running)
-        steps, size = (self._prefill, new) if new > 0 else (self._decode, batch)
-        steps.setdefault(size.bit_length(), _Steps()).add(size, context, batch, event.seconds)
+        if new > 0:
+            key = new.bit_length(), decodes > 0
+            self._prefill.setdefault(key, _Steps()).add(new, context, decodes, prompts, event.seconds)
+        elif not prompts:
+            self._decode.setdefault(batch.bit_length(), _Steps()).add(batch, context, batch, 0, event.seconds)
+
+    def handed_off(self, event: HandedOff, now: float) -> None:
+        """A member offers requests."""
+        for transfer in event.transfers:
+            self._offers[transfer.request_id] = _Offer(rank=event.rank, at=now, tokens=_whole(transfer))
+
+    def playing(self, trajectories: int, now: float) -> None:
+        """So many are under way, and were since the last call."""
+        if self._flight_at is not None:
+            self._flight += trajectories * (now - self._flight_at)
+            self._flight_s += now - self._flight_at
+        self._flight_at = now
 
     def finish(
-        self, batch: Sequence[Group], env_s: float, *, prompt_tokens: int, cached_tokens: int, trajectories: int
+        self, batch: Sequence[Group], env_s: float, *, prompt_tokens: int, cached_tokens: int, trajectories: int, now: float
     ) -> StepTelemetry:
         """What was measured since the last time, and what this batch was like.
 
@@ -65,8 +109,9 @@ class TelemetryMeter:
         """
         played = [one for group in batch for one in group.trajectories if one.turns]
         decode, prefill = self._samples()
-        self._decode, self._prefill = {}, {}
         spent, self._env_s = env_s - self._env_s, env_s
+        flight = self._flight / self._flight_s if self._flight_s else None
+        moves = self._begin_again(now)
         if not played:
             return StepTelemetry(trajectories=0, decode=decode, prefill=prefill)
         turns = np.array([len(one.turns) for one in played], dtype=float)
@@ -76,6 +121,8 @@ class TelemetryMeter:
         appended = float(lengths.sum() - first.sum() - generated) / max(1.0, float(turns.sum() - len(played)))
         fresh = float(first.mean()) + appended * float(turns.mean() - 1)  # of a trajectory; nobody can have that cached
         known = max(1.0, prompt_tokens - trajectories * fresh)
+        local = [size for one in played for size in _local_appends(one, self._local_tokens)]
+        per_turn = appended + float(first.mean()) / float(turns.mean())
         return StepTelemetry(
             trajectories=len(played),
             turns=float(turns.mean()),
@@ -86,10 +133,39 @@ class TelemetryMeter:
             longest=float(lengths.max()),
             env_s=spent / max(1.0, trajectories * float(turns.mean())),
             miss_share=min(1.0, max(0.0, 1.0 - cached_tokens / known)),
+            local_share=len(local) / float(turns.sum()),
+            local_appended=float(np.mean(local)) if local else None,
+            in_flight=flight,
             turn_quantiles=tuple(np.quantile(turns, QUANTILES) / turns.mean()),
             decode=decode,
             prefill=prefill,
+            transfer=_transfers(moves, per_turn),
         )
+
+    def _note_requests(self, event: Tokens, now: float) -> int:
+        """How many prompts the step ended: requests of which nothing was heard before. Ends hand-overs."""
+        prompts = 0
+        for update in event.updates:
+            name = update.request_id
+            if name not in self._answering:
+                prompts += name not in self._answered_before and bool(update.token_ids)
+                self._answering.add(name)
+            if update.finish_reason is not None:
+                self._answering.discard(name)
+                self._answered_before.discard(name)
+            offer = self._offers.pop(name, None) if self._offers else None
+            if offer is not None and update.token_ids and event.rank != offer.rank:
+                self._moves.append((offer.tokens, max(0.0, now - offer.at - event.seconds)))
+        return prompts
+
+    def _begin_again(self, now: float) -> list[tuple[int | None, float]]:
+        """Empties the sums; the hand-overs that there were."""
+        moves, self._moves = self._moves, []
+        self._decode, self._prefill = {}, {}
+        self._flight = self._flight_s = 0.0
+        self._offers = {name: offer for name, offer in self._offers.items() if now - offer.at < LONGEST_MOVE_S}
+        self._answered_before, self._answering = self._answering, set()
+        return moves
 
     def _samples(self) -> tuple[tuple[DecodeSample, ...], tuple[PrefillSample, ...]]:
         decode = tuple(
@@ -99,12 +175,13 @@ class TelemetryMeter:
         )
         prefill = tuple(
             PrefillSample(
-                new=one.size / one.count,
-                prefix=one.context / one.count,
-                seconds=max(_each(one) - _decode_s(decode, one.batch / one.count), 0.1 * _each(one)),
-                count=one.count,
+                new=one.size / one.prompts,
+                prefix=max(0.0, one.context / one.count - one.size / one.prompts),
+                seconds=max(_each(one) - _decode_s(decode, one.decodes / one.count), 0.1 * _each(one)) * one.count / one.prompts,
+                count=one.prompts,
+                beside=beside,
             )
-            for one in self._prefill.values()
+            for (_, beside), one in self._prefill.items()
             if one.seconds > 0
         )
         return decode, prefill
@@ -115,13 +192,37 @@ def _each(steps: _Steps) -> float:
 
 
 def _decode_s(samples: Sequence[DecodeSample], batch: float) -> float:
-    """How long a decode step of so many sequences takes, less what a step takes in any case; 0 if nobody knows."""
-    if len(samples) < 2:
+    """How long a decode step of so many sequences takes; 0 for none, or if nobody knows."""
+    if not batch or not samples:
         return 0.0
     sizes, seconds = [one.batch for one in samples], [one.seconds for one in samples]
-    slope, _ = np.polyfit(sizes, seconds, 1, w=np.sqrt([one.count for one in samples]))
-    return max(0.0, float(slope)) * batch
+    if len(samples) == 1:
+        return seconds[0]
+    slope, start = np.polyfit(sizes, seconds, 1, w=np.sqrt([one.count for one in samples]))
+    return max(0.0, float(start) + max(0.0, float(slope)) * batch)
+
+
+def _whole(transfer: KVTransfer) -> int | None:
+    """Tokens that move, if it is all of the request's; None for a prompt with its first token, which its session's last decode
+    worker takes as a rule."""
+    state = transfer.state
+    return None if len(state.token_ids) == state.num_prompt_tokens + 1 else transfer.num_written_tokens
+
+
+def _transfers(moves: Sequence[tuple[int | None, float]], per_turn: float) -> tuple[TransferSample, ...]:
+    """`per_turn`: new tokens of a turn."""
+    kinds = [[(per_turn if size is None else size, s) for size, s in moves if (size is None) is turn] for turn in (True, False)]
+    means = [(np.mean(rows, axis=0), len(rows)) for rows in kinds if rows]
+    return tuple(TransferSample(tokens=float(mean[0]), seconds=float(mean[1]), count=count) for mean, count in means)
 
 
 def _first_prompt(trajectory: Trajectory) -> int:
     return trajectory.loss_mask.index(1) if 1 in trajectory.loss_mask else len(trajectory.token_ids)
+
+
+def _local_appends(trajectory: Trajectory, most: int) -> list[int]:
+    """Tokens that the environment added, for each later turn of which they and the last answer are `most` at most."""
+    edges: Any = np.flatnonzero(np.diff(np.array([0, *trajectory.loss_mask])))
+    starts, ends = edges[::2], edges[1::2]  # of what was sampled
+    later = range(1, len(starts))
+    return [int(starts[turn] - ends[turn - 1]) for turn in later if starts[turn] - starts[turn - 1] <= most]

@@ -97,10 +97,9 @@ class ClusterScheduler:
         if not changed:
             return []
         match event:
-            case WorkerJoined() if self.state.workers[event.worker].serves:
-                self._route(self.state.workers[event.worker])
-                return self._later("worker joined", now)
             case WorkerJoined():
+                if self.state.workers[event.worker].serves:
+                    self._route(self.state.workers[event.worker])
                 return self._later("worker joined", now)
             case OrderDone():
                 assert before is not None
@@ -289,15 +288,15 @@ class ClusterScheduler:
                 changed = decision.roles_changed if kind == "switch" else decision.workers_changed
                 self.profile.observe_change(kind, event.seconds, max(1, changed))
         worker = self.state.workers.get(name)
-        if worker is None or not worker.serves:
-            commands += self._requeue(name)
-        else:
+        if worker is not None and worker.serves:
             self._route(worker)
+            commands += self._even_out() if event.ok and not before.was_active else []
+        else:
+            commands += self._requeue(name)
         if event.ok:
             return commands + self._let_train(now) + self._later("transition over", now)
         self._failed_at[name] = now
-        frees = not before.next_active and before.was_active
-        return commands + (self._again([name], now) if frees else [])
+        return commands + (self._again([name], now) if before.was_active and not before.next_active else [])
 
     def _lost(self, name: str, reason: str, now: float) -> list[ClusterCommand]:
         """A worker is no longer there; `reason` is empty if that was ordered."""
@@ -358,9 +357,12 @@ class ClusterScheduler:
         self._due = math.inf if event.due is None else event.due
         commands = self._return_in_time(now)
         if 0 < self._unfinished <= self.settings.tail_share * self.batch:
-            moves = self.router.rebalance()
-            commands += [MoveSession(session=one.session, source=one.source, target=one.target) for one in moves]
+            commands += self._even_out()
         return commands
+
+    def _even_out(self) -> list[ClusterCommand]:
+        """Where no new sessions come that would do so by themselves: in the tail, and when somebody has joined in mid-batch."""
+        return [MoveSession(session=one.session, source=one.source, target=one.target) for one in self.router.rebalance()]
 
     def _lead_s(self) -> float:
         """How long before the trainer needs them borrowed GPUs are called back."""
@@ -390,9 +392,10 @@ class ClusterScheduler:
             self._capacity = {}
 
     def _learn(self, event: StepMeasured) -> None:
-        if event.makespan_s is not None and self.prediction is not None and self.prediction.shape == self.state.shape():
-            if 0 < event.makespan_s < math.inf and self.prediction.makespan_s < math.inf:
-                seen = residual(self.prediction, event.makespan_s)
+        predicted = self.prediction if self.profile.measured else None  # what was predicted from guesses tells nothing
+        if event.makespan_s is not None and predicted is not None and predicted.shape == self.state.shape():
+            if 0 < event.makespan_s < math.inf and predicted.makespan_s < math.inf:
+                seen = residual(predicted, event.makespan_s)
                 self.log.residuals.append(seen)
                 self.profile.observe_residual(seen.ratio)
         lost = self.prediction.lost_share if self.prediction is not None else 0.0

@@ -21,7 +21,7 @@ def guess_costs(kv_tokens: int) -> CostProfile:
         prefill=PrefillCost(base_s=2e-3, per_token_s=2e-5, per_pair_s=1e-10),
         kv_bytes_per_token=KV_BYTES_PER_TOKEN,
         kv_capacity_tokens=kv_tokens or 1e6,
-        transfer_bytes_per_s=1e9,
+        transfer_bytes_per_s=1e10,
         transfer_base_s=5e-3,
         switch=ChangeCost(fixed_s=0.1),
         borrow=ChangeCost(fixed_s=2.0),

@@ -23,7 +23,8 @@ OUTLYING, REWEIGHTED = 3.0, 6
 class Average:
     """A mean that weighs observations by their count and forgets: before each new one, old weight shrinks by `keep`.
 
-    It begins with `value` at the weight of `prior` observations. `deviation` is the mean absolute deviation likewise.
+    It begins with `value` at the weight of `prior` observations, or of none if that was `guessed`. `deviation` is the mean
+    absolute deviation likewise.
     """
 
     value: float
@@ -33,11 +34,15 @@ class Average:
     prior: float = 4.0
     weight: float = 0.0
     deviation: float = 0.0
+    guessed: bool = False
 
     def observe(self, value: float | None, count: float = 1.0) -> bool:
         """False, nothing changed, for what is not a number in [low, high] or has no count."""
         if value is None or not math.isfinite(value) or not self.low <= value <= self.high or not 0 < count < math.inf:
             return False
+        if self.guessed and not self.weight:
+            self.value, self.weight = value, count
+            return True
         if self.value > 0 and value > 0:
             value = min(max(value, self.value / JUMP), self.value * JUMP)
         old = self.prior * (self.weight == 0) + self.keep * self.weight
@@ -63,7 +68,8 @@ class StepFit:
     """Least squares of seconds over features, relative errors, forgetting, coefficients never negative.
 
     The prior counts as `prior` observations at `points`, scaled by how much slower or faster than the prior this machine
-    turned out to be, so that a prior of the right form but the wrong speed bends nothing.
+    turned out to be, so that a prior of the right form but the wrong speed bends nothing. `guessed`: nobody knows this machine's
+    speed, so the first measurements alone say how fast it is, however far from the prior.
     """
 
     coefficients: Any
@@ -72,6 +78,7 @@ class StepFit:
     prior: float = 12.0
     weight: float = 0.0
     scale: float = 1.0
+    guessed: bool = False
     _gram: Any = field(init=False)
     _right: Any = field(init=False)
 
@@ -90,6 +97,8 @@ class StepFit:
         """`rows` of features, one per measurement; all positive and finite (the caller's part). Refits at once."""
         rows, seconds, counts = (np.asarray(values, dtype=np.float64) for values in (rows, seconds, counts))
         expected = rows @ self._prior_coefficients
+        if self.guessed and not self.weight:
+            self.scale = _weighted_median(seconds / expected, counts)
         seconds = np.clip(seconds, expected * self.scale / JUMP, expected * self.scale * JUMP)
         old = self.keep * self.weight
         total = old + counts.sum()
@@ -108,6 +117,12 @@ class StepFit:
         gram, right = self._gram + share * known.T @ known, self._right + share * known.sum(axis=0)
         found = _non_negative(gram, right)
         return self._prior_coefficients * self.scale if found is None else found
+
+
+def _weighted_median(values: Any, counts: Any) -> float:
+    order = np.argsort(values)
+    passed = np.cumsum(counts[order])
+    return float(values[order][np.searchsorted(passed, passed[-1] / 2)])
 
 
 def total_fit(rows: Any, seconds: Any, known: Any = 0.0) -> tuple[list[float], float]:

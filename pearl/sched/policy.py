@@ -24,6 +24,11 @@ MOST_APPENDED = 4096
 """No append of more tokens is computed on a decode worker; what pays is found in steps of a 64th of it."""
 
 
+FAR = 4.0
+"""So many times beyond what was measured a prediction pays all of `unsure_penalty`; nearer, in proportion. A split pool decodes
+in larger batches than anything mixed ever shows: what only a try can measure must not need an exceptional gain."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """Whether to act. `gain_s` and `cost_s` in the same seconds; `reason` is for the log."""
@@ -55,7 +60,7 @@ class SwitchGate:
         gain = stay.prediction.makespan_s - best.prediction.makespan_s
         s = self._settings
         share = s.ratio_threshold if best.shape.mode == stay.shape.mode else s.mode_threshold
-        share += s.unsure_penalty if best.prediction.unsure else 0.0
+        share += s.unsure_penalty * min(1.0, (best.prediction.reach - 1.0) / (FAR - 1.0))
         threshold = share * stay.prediction.makespan_s
         figures: dict[str, Any] = {"gain_s": gain, "cost_s": cost_s, "threshold_s": threshold}
         if gain <= threshold:

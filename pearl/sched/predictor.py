@@ -30,7 +30,7 @@ class Prediction:
     contexts computed anew because workers joined. The rest describes the bulk: sequences decoding per worker, how busy prefill
     workers are, the share of turns that computed their context again, the share that did for lack of memory alone
     (`lost_share`), context over the room for it, and the share of trajectories in the split part. `unsure`: reasons why the
-    figures were not measured here. `infeasible`: why it cannot be, with an infinite makespan.
+    figures were not measured here, and `reach` how many times as far as anything measured they lie. `infeasible`: why it cannot be, with an infinite makespan.
     """
 
     shape: Shape
@@ -51,6 +51,7 @@ class Prediction:
     kv_use: float = 0.0
     split_share: float = 0.0
     unsure: tuple[str, ...] = ()
+    reach: float = 1.0
     infeasible: str = ""
 
 
@@ -102,6 +103,11 @@ def beyond_measured(batch: float, workload: Workload, costs: CostProfile) -> tup
     if workload.context > costs.max_context:
         reasons.append(f"contexts of {workload.context:.0f} tokens, measured up to {costs.max_context:.0f}")
     return tuple(reasons)
+
+
+def reach_of(batch: float, workload: Workload, costs: CostProfile) -> float:
+    """How many times as large as anything measured the batch or the context is; 1 within what was measured."""
+    return max(1.0, batch / costs.max_batch, workload.context / costs.max_context)
 
 
 def lost_share(misses: float, other: float) -> float:
@@ -165,6 +171,7 @@ class Predictor:
             kv_use=float(turn.kv_use[0, 0]),
             split_share=float(turn.trajectories[0, 0]) / self._alive[0] if shape.prefill else 0.0,
             unsure=beyond_measured(float(turn.decode_batch[0, 0]), self.workload, self.costs),
+            reach=reach_of(float(turn.decode_batch[0, 0]), self.workload, self.costs),
             **terms,
         )
 
@@ -257,7 +264,9 @@ class PaperPredictor:
         """The terms that the forms have; `joined` makes no difference here."""
         p, counts = self.inputs, (shape.mixed, shape.prefill, shape.decode)
         total = float(self.makespans(*([count] for count in counts))[0])
-        unsure = beyond_measured(p.B / max(1, shape.decode or shape.mixed), self.workload, self.costs)
+        per_worker = p.B / max(1, shape.decode or shape.mixed)
+        unsure = beyond_measured(per_worker, self.workload, self.costs)
+        reach = reach_of(per_worker, self.workload, self.costs)
         if total == float("inf"):
             short = f"{shape}: the decode pool holds {shape.decode * p.H_max:.0f} of {p.B * p.K_seq:.0f} tokens"
             hybrid = f"{shape}: the closed forms know no hybrid"
@@ -269,8 +278,15 @@ class PaperPredictor:
         elif paper_prefill(p, shape.prefill) > paper_decode(p, shape.decode):
             terms = {"transfer_s": p.S * p.B * p.dL * p.K_over_BW, "wait_s": p.T_env}
             return Prediction(
-                shape=shape, makespan_s=total, unsure=unsure, prefill_s=total - sum(terms.values()), prefill_busy=1.0, **terms
+                shape=shape,
+                makespan_s=total,
+                unsure=unsure,
+                reach=reach,
+                prefill_s=total - sum(terms.values()),
+                prefill_busy=1.0,
+                **terms,
             )
         else:
             terms = {"wait_s": p.T_env}
-        return Prediction(shape=shape, makespan_s=total, unsure=unsure, decode_s=total - sum(terms.values()), **terms)
+        decode_s = total - sum(terms.values())
+        return Prediction(shape=shape, makespan_s=total, unsure=unsure, reach=reach, decode_s=decode_s, **terms)

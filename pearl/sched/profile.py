@@ -30,6 +30,7 @@ MEANS = {
     "local_share": (0.0, 1.0),
     "local_appended": (0.0, 1e7),
     "decode_share": (1e-3, 1.0),
+    "in_flight": (0.0, 1e7),
 }
 """Fields of Workload that are learned, and what is believed of them."""
 
@@ -48,10 +49,20 @@ class DecodeSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSample:
-    """`count` steps that computed `new` tokens on `prefix` cached ones took `seconds` each."""
+    """`count` prompts of `new` tokens on `prefix` cached ones took `seconds` each; `beside` decodes, by so much longer steps."""
 
     new: float
     prefix: float
+    seconds: float
+    count: float = 1.0
+    beside: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSample:
+    """`count` requests that went on elsewhere, `tokens` of KV moving with each, lost `seconds` by it."""
+
+    tokens: float
     seconds: float
     count: float = 1.0
 
@@ -60,7 +71,7 @@ class PrefillSample:
 class StepTelemetry:
     """What one RL step measured, over `trajectories` of them; None where nobody measured. Names as in Workload.
 
-    `turn_quantiles`: turns over their mean at QUANTILES. `transfer_bytes_per_s`: of KV between workers.
+    `turn_quantiles`: turns over their mean at QUANTILES.
     """
 
     trajectories: int
@@ -76,10 +87,11 @@ class StepTelemetry:
     local_share: float | None = None
     local_appended: float | None = None
     decode_share: float | None = None
+    in_flight: float | None = None
     turn_quantiles: tuple[float, ...] = ()
     decode: tuple[DecodeSample, ...] = ()
     prefill: tuple[PrefillSample, ...] = ()
-    transfer_bytes_per_s: float | None = None
+    transfer: tuple[TransferSample, ...] = ()
 
 
 class RuntimeProfile:
@@ -95,20 +107,28 @@ class RuntimeProfile:
         self.rejected: Counter[str] = Counter()
         self._costs, self._workload = costs, workload
         self.means = {
-            name: Average(value=getattr(workload, name), low=low, high=high, keep=keep, prior=prior)
+            name: Average(value=getattr(workload, name), low=low, high=high, keep=keep, prior=prior, guessed=guessed)
             for name, (low, high) in MEANS.items()
         }
         shape = workload.turn_quantiles or (1.0,) * len(QUANTILES)
-        self._quantiles = [Average(value=value, low=1e-3, high=1e3, keep=keep, prior=prior) for value in shape]
-        self._transfer = Average(value=costs.transfer_bytes_per_s, low=1.0, high=1e14, keep=keep, prior=prior)
+        self._quantiles = [Average(value=value, low=1e-3, high=1e3, keep=keep, prior=prior, guessed=guessed) for value in shape]
         self.calibration = Average(value=workload.calibration, low=1e-3, high=1e3, keep=keep, prior=2.0)
         self.changes = {kind: Average(value=0.0, high=1e5, keep=keep, prior=1.0) for kind in CHANGES}
         batches, contexts = (1.0, 8.0, 32.0, 128.0), (512.0, 8192.0, 32768.0)
         self._decode = StepFit(
-            _decode_coefficients(costs), [self._decode_row(n, c) for n in batches for c in contexts], keep=keep
+            _decode_coefficients(costs),
+            [self._decode_row(n, c) for n in batches for c in contexts],
+            keep=keep,
+            guessed=guessed,
         )
         new, prefixes = (64.0, 512.0, 2048.0), (0.0, 8192.0, 32768.0)
-        self._prefill = StepFit(_prefill_coefficients(costs), [_prefill_row(n, p) for n in new for p in prefixes], keep=keep)
+        points = [_prefill_row(n, p, beside=False) for n in new for p in prefixes]
+        self._prefill = StepFit(_prefill_coefficients(costs), points, keep=keep, guessed=guessed)
+        self._beside = False
+        """Whether prompts were seen to be computed beside decodes."""
+        moved = [(1.0, tokens) for tokens in (64.0, 512.0, 2048.0, 16384.0)]
+        token_s = costs.kv_bytes_per_token / costs.transfer_bytes_per_s
+        self._transfer = StepFit([costs.transfer_base_s, token_s], moved, keep=keep, guessed=guessed)
         self._seen_batch, self._seen_context = costs.max_batch, costs.max_context
 
     def observe(self, telemetry: StepTelemetry, lost_share: float = 0.0) -> None:
@@ -121,10 +141,9 @@ class RuntimeProfile:
             if value is not None and not mean.observe(value, count):
                 self.rejected[name] += 1
         self._observe_quantiles(telemetry)
-        if telemetry.transfer_bytes_per_s is not None and not self._transfer.observe(telemetry.transfer_bytes_per_s, count):
-            self.rejected["transfer_bytes_per_s"] += 1
         self._observe_decode(telemetry.decode)
         self._observe_prefill(telemetry.prefill)
+        self._observe_transfer(telemetry.transfer)
 
     def observe_change(self, kind: str, seconds: float, workers: int = 1) -> None:
         """A change (one of CHANGES) of `workers` took `seconds`; learned as a factor on the profile's cost."""
@@ -172,14 +191,17 @@ class RuntimeProfile:
             experts_s=experts,
             expert_keep=self._costs.decode.expert_keep,
         )
-        start, per_token, per_pair = (float(value) for value in self._prefill.coefficients)
+        start, _, per_token, per_pair = (float(value) for value in self._prefill.coefficients)
         prefill = PrefillCost(base_s=start, per_token_s=max(per_token, 1e-12), per_pair_s=per_pair)
+        wait_s, token_s = (float(value) for value in self._transfer.coefficients)
         learned: dict[str, Any] = {kind: self._change(kind) for kind in CHANGES}
         return replace(
             self._costs,
             decode=decode,
             prefill=prefill,
-            transfer_bytes_per_s=self._transfer.value,
+            transfer_bytes_per_s=self._costs.kv_bytes_per_token / max(token_s, 1e-12),
+            transfer_base_s=wait_s,
+            mixing=self._mixing(),
             step_overhead_s=0.0,
             max_batch=self._seen_batch,
             max_context=self._seen_context,
@@ -188,9 +210,19 @@ class RuntimeProfile:
 
     def confidence(self) -> dict[str, float]:
         """0 (the prior alone) to 1, by name."""
-        fits = {"decode": self._decode, "prefill": self._prefill}
+        fits = {"decode": self._decode, "prefill": self._prefill, "transfer": self._transfer}
         learned = {name: fit.weight / (fit.weight + fit.prior) for name, fit in fits.items()}
         return {name: mean.confidence for name, mean in self.means.items()} | learned
+
+    def _mixing(self) -> float:
+        """What a prompt costs those who decode beside it, over what it costs alone: the profile's, or of a turn as measured."""
+        if not self._beside:
+            return self._costs.mixing
+        learned = self.means
+        new = learned["appended"].value + learned["first_prompt"].value / learned["turns"].value
+        alone, beside = (_prefill_row(max(1.0, new), learned["context"].value, beside=side) for side in (False, True))
+        coefficients = self._prefill.coefficients
+        return float(min(1.0, np.dot(beside, coefficients) / max(1e-12, float(np.dot(alone, coefficients)))))
 
     def _change(self, kind: str) -> ChangeCost:
         """The profile's cost of `kind`, times the factor that was learned."""
@@ -227,16 +259,25 @@ class RuntimeProfile:
         good = [one for one in samples if _sound(one.seconds, one.count, one.new, MOST_TOKENS, one.prefix)]
         self.rejected["prefill"] += len(samples) - len(good)
         if good:
-            rows = [_prefill_row(one.new, one.prefix) for one in good]
+            rows = [_prefill_row(one.new, one.prefix, one.beside) for one in good]
             self._prefill.observe(rows, [one.seconds for one in good], [one.count for one in good])
+            self._beside = self._beside or any(one.beside for one in good)
+
+    def _observe_transfer(self, samples: tuple[TransferSample, ...]) -> None:
+        good = [one for one in samples if _sound(one.seconds, one.count, one.tokens, MOST_TOKENS, 0.0)]
+        self.rejected["transfer"] += len(samples) - len(good)
+        if good:
+            seconds, counts = [one.seconds for one in good], [one.count for one in good]
+            self._transfer.observe([(1.0, one.tokens) for one in good], seconds, counts)
 
     def _decode_row(self, batch: float, context: float) -> list[float]:
         keep = self._costs.decode.expert_keep
         return [1.0, batch, batch * context, 1.0 - keep**batch if keep else 0.0]
 
 
-def _prefill_row(new: float, prefix: float) -> list[float]:
-    return [1.0, new, new * (prefix + new / 2)]
+def _prefill_row(new: float, prefix: float, beside: bool) -> list[float]:
+    """A prompt beside decodes has a start of its own: they read the weights in the same step."""
+    return [float(not beside), float(beside), new, new * (prefix + new / 2)]
 
 
 def _decode_coefficients(costs: CostProfile) -> list[float]:
@@ -246,7 +287,8 @@ def _decode_coefficients(costs: CostProfile) -> list[float]:
 
 def _prefill_coefficients(costs: CostProfile) -> list[float]:
     base_s = costs.prefill.base_s + costs.prefill.per_prompt_s
-    return [base_s + costs.step_overhead_s, costs.prefill.per_token_s, costs.prefill.per_pair_s]
+    start = base_s + costs.step_overhead_s
+    return [start, start, costs.prefill.per_token_s, costs.prefill.per_pair_s]
 
 
 def _sound(seconds: float, count: float, size: float, most: float, context: float) -> bool:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import msgspec
 import pytest
 
+from pearl.config import EngineConfig
+from pearl.engine.emulated import EmulatedEngine, Speech, turn_tokens
 from pearl.protocol import (
     Abort,
     FinishExport,
+    HandedOff,
     KVEndpoint,
     KVLayout,
     KVTransfer,
+    NewRequest,
     RequestState,
     Role,
     SamplingParams,
+    Submit,
     TakenOver,
     TakeOver,
+    Tokens,
     TokenUpdate,
 )
 from pearl.rl.handoffs import HandOffs
+from pearl.rl.serving import Serving
 from pearl.sched.router import Router
 
 TRANSFER = KVTransfer(
@@ -90,12 +98,26 @@ def test_an_offer_goes_where_the_router_meant_it_and_is_accepted_in_two_parts() 
     assert stage.take() == [] and stage.moves.counts["unknown"] == 1
 
 
-def test_what_is_refused_stays() -> None:
+def test_what_is_refused_is_offered_to_the_next_and_stays_if_nobody_has_room() -> None:
     stage = Stage()
-    target = stage.offer()
-    assert stage.answer(target, ok=False) is None
+    first = stage.offer()
+    assert stage.answer(first, ok=False) is None
+    [(second, message)] = stage.take()
+    assert second == {"d": "e", "e": "d"}[first] and message == TakeOver(transfer=TRANSFER)
+    assert stage.answer(first, ok=True) is None, "too late: another was asked since"
+    assert stage.take() == [(first, Abort(request_ids=["s/0"]))]
+    assert stage.answer(second, ok=False) is None
     assert stage.take() == [("p", KEPT)] and stage.router.worker_of("s") == "p"
-    assert stage.router.loads[target].promised == 0
+    assert stage.router.loads[first].promised == 0 and stage.moves.counts["refused"] == 2
+
+
+def test_nobody_else_is_asked_for_what_its_source_has_gone_on_with_or_ended() -> None:
+    for said in (TOKEN, ABORT):
+        stage = Stage()
+        target = stage.offer()
+        stage.moves.heard("p", said)
+        assert stage.answer(target, ok=False) == (ABORT if said is ABORT else None)
+        assert stage.take() == [("p", KEPT)] and stage.moves.under_way == 0
 
 
 def test_with_nobody_to_take_it_the_request_stays() -> None:
@@ -202,3 +224,96 @@ def test_a_doubled_offer_is_one() -> None:
     stage.offer()
     stage.moves.offered("p", "s", msgspec.structs.replace(TRANSFER))
     assert stage.take() == [] and stage.moves.counts["doubled"] == 1
+
+
+class Free:
+    """A device on which nothing takes any time."""
+
+    def step_s(self, output: Any) -> float:
+        return 0.0
+
+    def host_s(self) -> float:
+        return 0.0
+
+    def transfer_s(self, tokens: int) -> float:
+        return 0.0
+
+    def change_s(self, kind: str) -> float:
+        return 0.0
+
+
+SPEECH = Speech(alphabet=(1, 2, 3), mean_tokens=12, sigma=0.2)
+
+
+class Pools:
+    """One prefill and two decode members with real engine cores, and the router, over pools that hold next to nothing."""
+
+    def __init__(self, blocks: dict[str, int]) -> None:
+        self.router = Router(block_size=4, append_on_decode_tokens=0)
+        self.events: list[tuple[str, Any]] = []
+        self.live: set[str] = set()
+        self.tokens: Counter[str] = Counter()
+        self.members: dict[str, Serving] = {}
+        for rank, (name, count) in enumerate(blocks.items()):
+            role = Role.PREFILL if name == "p" else Role.DECODE
+            config = EngineConfig(num_blocks=count, block_size=4, role=role)
+            engine = EmulatedEngine(
+                config, costs=Free(), speech=SPEECH, max_model_len=64, vocab_size=10, pause=lambda seconds: None
+            )
+            engine.take_version(0)
+            self.members[name] = Serving(rank, engine, lambda event, name=name: self.events.append((name, event)))  # type: ignore[misc]
+            self.members[name].active = True
+            self.router.add_worker(name, role)
+        self.moves = HandOffs(self.router, lambda name, message: self.members[name].take(message), self.has)
+
+    def has(self, worker: str, request_id: str) -> bool:
+        return request_id in self.live and self.router.worker_of(request_id) == worker
+
+    def ask(self, name: str, prompt: int, seed: int) -> None:
+        worker = self.router.place(name, prompt)
+        assert worker is not None
+        params = SamplingParams(max_tokens=40, seed=seed, stop_token_ids=[0])
+        request = NewRequest(request_id=name, prompt_token_ids=[5] * (prompt - 1) + [6], params=params, session_id=name)
+        self.members[worker].take(Submit(requests=[request]))
+        self.live.add(name)
+
+    def turn(self) -> None:
+        for member in self.members.values():
+            if member.has_work:
+                member.step()
+        events, self.events = self.events, []
+        for name, event in events:
+            self.hear(name, event)
+
+    def hear(self, name: str, event: Any) -> None:
+        match event:
+            case Tokens():
+                self.router.on_load(name, waiting=event.waiting, running=event.running, free_blocks=event.free_blocks)
+                for one in event.updates:
+                    assert self.has(name, one.request_id) and self.moves.heard(name, one)
+                    self.tokens[one.request_id] += len(one.token_ids)
+                    if one.finish_reason is not None:
+                        assert one.finish_reason == "stop", one
+                        self.live.remove(one.request_id)
+                        self.router.done(one.request_id)
+            case HandedOff():
+                for transfer in event.transfers:
+                    self.moves.offered(name, transfer.request_id, transfer)
+            case TakenOver():
+                assert self.moves.answered(name, event) is None
+
+
+@pytest.mark.parametrize("blocks", [{"p": 40, "d": 7, "e": 7}, {"p": 9, "d": 7, "e": 9}, {"p": 7, "d": 7, "e": 7}])
+def test_full_pools_on_either_side_block_nobody(blocks: dict[str, int]) -> None:
+    """Pools of 7 to 9 blocks hold one or two of twelve requests: they are refused, asked elsewhere, decoded where they are."""
+    pools = Pools(blocks)
+    for number in range(12):
+        pools.ask(f"s{number}", prompt=9 + number % 3, seed=number)
+    for _ in range(600):
+        pools.turn()
+    assert not pools.live, f"stuck: {pools.live}, {[member.engine.stats() for member in pools.members.values()]}"
+    assert pools.tokens == {f"s{number}": turn_tokens(SPEECH, number) for number in range(12)}, "each token comes once"
+    assert pools.moves.counts["refused"] > 0 and pools.moves.under_way == 0
+    for member in pools.members.values():
+        member.engine.check_integrity()  # type: ignore[attr-defined]
+        assert member.engine.stats().leased_blocks == 0

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from pearl.protocol import Tokens, TokenUpdate
+from pearl.kv_transfer import RequestState
+from pearl.protocol import HandedOff, KVEndpoint, KVLayout, KVTransfer, SamplingParams, Tokens, TokenUpdate
 from pearl.rl.telemetry import TelemetryMeter
 from pearl.rl.types import Group, Trajectory, Turn
+from pearl.sched.profile import StepTelemetry
 
 
-def step(batch: int, computed: int, seconds: float, context: int = 100) -> Tokens:
-    one = TokenUpdate(request_id="r", token_ids=[1], logprobs=[0.0], weight_versions=[0])
+def update(name: str, finish: str | None = None) -> TokenUpdate:
+    return TokenUpdate(request_id=name, token_ids=[1], logprobs=[0.0], weight_versions=[0], finish_reason=finish)
+
+
+def step(names: Sequence[str], computed: int, seconds: float, context: int = 100, rank: int = 1) -> Tokens:
+    """A token for each of these requests."""
     return Tokens(
-        rank=1, updates=[one] * batch, seconds=seconds, waiting=0, running=batch, free_blocks=1, computed=computed,
-        context=context * batch,
+        rank=rank, updates=[update(name) for name in names], seconds=seconds, waiting=0, running=len(names), free_blocks=1,
+        computed=computed, context=context * len(names),
     )  # fmt: skip
+
+
+def requests(count: int, of: str = "r") -> list[str]:
+    return [f"{of}{number}" for number in range(count)]
+
+
+def learn(meter: TelemetryMeter, batch: Sequence[Group] = (), env_s: float = 0.0, now: float = 0.0, **counts: int) -> StepTelemetry:
+    zero = {"prompt_tokens": 0, "cached_tokens": 0, "trajectories": 0}
+    return meter.finish(batch, env_s, now=now, **(zero | counts))
 
 
 def trajectory(prompt: int, turns: list[tuple[int, int]]) -> Trajectory:
@@ -34,28 +51,88 @@ def group(*members: Trajectory) -> Group:
     return made
 
 
-def test_steps_are_gathered_by_size_and_prompts_pay_for_what_decoding_does_not_explain() -> None:
+def test_prompts_pay_for_what_decoding_does_not_explain_and_are_told_from_it() -> None:
     meter = TelemetryMeter()
+    meter.stepped(step(requests(32), 32 * 50, 0.030), 0.0)  # 32 prompts of 50 tokens, nothing else
     for batch in (4, 32):
         for _ in range(10):
-            meter.stepped(step(batch, batch, 0.002 + 0.0001 * batch))
-    meter.stepped(step(32, 32 + 400, 0.0052 + 0.040))
-    meter.stepped(step(8, 0, 9.0))  # nobody counted
-    seen = meter.finish([], 0.0, prompt_tokens=0, cached_tokens=0, trajectories=0)
+            meter.stepped(step(requests(batch), batch, 0.002 + 0.0001 * batch), 0.0)
+    meter.stepped(step([*requests(32), "late"], 32 + 400, 0.0052 + 0.040), 0.0)  # one more prompt beside 32 decodes
+    meter.stepped(step(requests(8), 0, 9.0), 0.0)  # nobody counted
+    seen = learn(meter)
     assert [(one.batch, one.context, one.count) for one in seen.decode] == [(4, 100, 10), (32, 100, 10)]
     assert [one.seconds for one in seen.decode] == pytest.approx([0.0024, 0.0052])
-    [prompt] = seen.prefill
-    assert (prompt.new, prompt.count) == (400, 1) and prompt.seconds == pytest.approx(0.042, rel=0.02)
-    assert meter.finish([], 0.0, prompt_tokens=0, cached_tokens=0, trajectories=0).decode == ()
+    alone, beside = sorted(seen.prefill, key=lambda one: one.beside)
+    assert (alone.new, alone.count, alone.beside) == (50, 32, False) and alone.seconds == pytest.approx(0.030 / 32)
+    assert (beside.new, beside.count, beside.beside) == (400, 1, True) and beside.seconds == pytest.approx(0.040)
+    assert learn(meter).decode == ()
+
+
+def test_a_request_is_new_once_also_across_steps_and_again_after_its_end() -> None:
+    meter = TelemetryMeter()
+    meter.stepped(step(["a"], 100, 0.01), 0.0)
+    learn(meter)
+    meter.stepped(step(["a"], 1, 0.002), 0.0)
+    ended = Tokens(rank=1, updates=[update("a", "stop")], seconds=0.002, waiting=0, running=0, free_blocks=1, computed=1)
+    meter.stepped(ended, 0.0)
+    meter.stepped(step(["a"], 40, 0.005), 0.0)
+    seen = learn(meter)
+    assert [one.count for one in seen.decode] == [2] and [one.new for one in seen.prefill] == [40]
+
+
+def offer(name: str, prompt: int, tokens: int) -> KVTransfer:
+    state = RequestState(
+        request_id=name, name=name, index=0, params=SamplingParams(), token_ids=[1] * tokens, num_prompt_tokens=prompt,
+        max_tokens=9, seed=0, stop_token_ids=[], eos_token_ids=[], logprobs=[], top_logprobs=[], prompt_logprobs=[],
+        weight_versions=[], num_cached_tokens=0, num_preemptions=0, cache_salt=None, session_id=None, cacheable=True,
+        streaming=False,
+    )  # fmt: skip
+    layout = KVLayout(dtype="x", block_size=16, num_layers=1, num_kv_heads=1, head_dim=1, order="none")
+    source = KVEndpoint(worker="w", host="h", pid=1, num_blocks=1, addresses={})
+    return KVTransfer(
+        transfer_id=f"t{name}", request_id=name, state=state, source=source, blocks=[], lease_word=0,
+        num_written_tokens=tokens - 1, layout=layout, weight_version=0, epoch=0, deadline=9.0,
+    )  # fmt: skip
+
+
+def test_a_hand_over_lasts_from_its_offer_to_the_next_token_without_the_step_that_made_it() -> None:
+    meter = TelemetryMeter()
+    meter.handed_off(HandedOff(rank=1, transfers=[offer("fresh", 500, 501), offer("moved", 500, 601), offer("kept", 9, 10)]), 1.0)
+    meter.stepped(step(["kept"], 1, 0.01, rank=1), 1.01)  # nobody took it: its source goes on
+    meter.stepped(step(["fresh"], 1, 0.01, rank=2), 1.05)
+    meter.stepped(step(["moved"], 1, 0.01, rank=3), 1.21)
+    meter.stepped(step(["moved"], 1, 0.01, rank=3), 1.90)
+    batch = [group(trajectory(10, [(4, 6), (4, 0)]))]
+    seen = learn(meter, batch, trajectories=1)
+    turn, whole = seen.transfer
+    assert (turn.tokens, turn.count) == (6 + 10 / 2, 1) and turn.seconds == pytest.approx(0.04), "what a turn adds"
+    assert (whole.tokens, whole.count) == (600, 1) and whole.seconds == pytest.approx(0.20)
+    assert learn(meter, batch).transfer == ()
+
+
+def test_trajectories_under_way_are_averaged_over_time() -> None:
+    meter = TelemetryMeter()
+    batch = [group(trajectory(10, [(4, 6), (4, 0)]))]
+    for count, now in ((0, 0.0), (8, 1.0), (2, 3.0)):
+        meter.playing(count, now)
+    assert learn(meter, batch).in_flight == pytest.approx((8 * 1 + 2 * 2) / 3)
+    assert learn(meter, batch).in_flight is None
+
+
+def test_short_appends_are_told_from_long_ones() -> None:
+    meter = TelemetryMeter(local_tokens=10)
+    batch = [group(trajectory(10, [(4, 6), (4, 7), (2, 3), (1, 0)]))]
+    seen = learn(meter, batch)
+    assert seen.local_share == pytest.approx(2 / 4) and seen.local_appended == pytest.approx((6 + 3) / 2)
 
 
 def test_a_batch_is_described_by_its_means() -> None:
     meter = TelemetryMeter()
     batch = [group(trajectory(10, [(4, 6)]), trajectory(14, [(4, 6), (4, 6), (4, 0)]))]
-    seen = meter.finish(batch, 8.0, prompt_tokens=10 + 14 + 24 + 34, cached_tokens=19, trajectories=2)
+    seen = learn(meter, batch, 8.0, prompt_tokens=10 + 14 + 24 + 34, cached_tokens=19, trajectories=2)
     assert (seen.trajectories, seen.turns, seen.generated, seen.first_prompt, seen.longest) == (2, 2.0, 4.0, 12.0, 38.0)
     assert seen.appended == pytest.approx(9.0)  # what follows the last turn too: the environment said it
     assert seen.env_s == 2.0
     assert seen.miss_share == pytest.approx(1 - 19 / (82 - 2 * 21))
     assert seen.turn_quantiles[-1] == 1.5
-    assert meter.finish(batch, 9.0, prompt_tokens=0, cached_tokens=0, trajectories=0).env_s == pytest.approx(1.0)
+    assert learn(meter, batch, 9.0).env_s == pytest.approx(1.0)

@@ -310,6 +310,20 @@ def test_in_the_tail_running_requests_move_to_idle_workers() -> None:
     assert driver.send(BatchProgress(unfinished=4)) == [], "each moves once"
 
 
+def test_running_requests_are_shared_with_who_is_borrowed_in_mid_batch() -> None:
+    driver = Driver(SchedulerSettings(pd=PdSettings(mode="mixed"), borrow=BorrowSettings(workers="all")))
+    driver.start(2, overlap=1)
+    driver.send(TrainingBegins(step=0, deadline=0.0))
+    for number in range(12):
+        driver.scheduler.router.place(f"s{number}", 4000)
+    assert names(driver.send(TrainingFinished(step=0)), Borrow) == ["o0"]
+    driver.done.clear()
+    driver.run(2)
+    moves = [command for command in driver.done if isinstance(command, MoveSession)]
+    assert len(moves) == 4 and {move.target for move in moves} == {"o0"}, "else it would wait for sessions that never come"
+    assert sorted(move.source for move in moves) == ["d0", "d0", "d1", "d1"]
+
+
 def test_noise_around_a_threshold_changes_at_most_once_per_cooldown() -> None:
     """Telemetry jumps between a load that wants 2P4D and one that wants 3P3D or 1P5D, every two seconds."""
     settings = SchedulerSettings(pd=PdSettings(mode="split", ratio_threshold=0.005, mode_threshold=0.005, cooldown_s=60.0))

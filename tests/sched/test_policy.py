@@ -27,8 +27,8 @@ from pearl.sched.shape import Shape
 MIXED, SPLIT, OTHER = Shape(mixed=5), Shape(prefill=2, decode=3), Shape(prefill=3, decode=2)
 
 
-def allocation(shape: Shape, makespan: float, borrowed: int = 0, unsure: tuple[str, ...] = ()) -> Allocation:
-    prediction = Prediction(shape=shape, makespan_s=makespan, unsure=unsure)
+def allocation(shape: Shape, makespan: float, borrowed: int = 0, reach: float = 1.0) -> Allocation:
+    prediction = Prediction(shape=shape, makespan_s=makespan, reach=reach)
     return Allocation(shape=shape, borrowed=borrowed, score_s=makespan, prediction=prediction)
 
 
@@ -44,8 +44,9 @@ def test_a_change_of_mode_needs_more_than_a_change_of_ratio() -> None:
     verdict = gate.weigh(stay, allocation(MIXED, 89.0), cost_s=0.0, now=0.0)
     assert verdict.act and verdict.gain_s == 11.0 and verdict.threshold_s == pytest.approx(10.0)
     assert not gate.weigh(stay, allocation(OTHER, 94.0), cost_s=7.0, now=0.0).act, "must pay for itself"
-    guess = gate.weigh(stay, allocation(OTHER, 94.0, unsure=("batch",)), cost_s=0.0, now=0.0)
-    assert not guess.act and guess.threshold_s == pytest.approx(15.0)
+    for reach, threshold in ((1.0, 5.0), (1.6, 7.0), (4.0, 15.0), (100.0, 15.0)):
+        guess = gate.weigh(stay, allocation(OTHER, 94.0, reach=reach), cost_s=0.0, now=0.0)
+        assert guess.act == (threshold < 6) and guess.threshold_s == pytest.approx(threshold), "the further, the more gain"
     assert not gate.weigh(stay, None, cost_s=0.0, now=0.0).act and not gate.weigh(stay, stay, cost_s=0.0, now=0.0).act
 
 

@@ -13,7 +13,7 @@ from sched_cases import COSTS, LOAD
 
 from pearl.sched.cost_profile import ChangeCost, CostKey, DecodeCost, PrefillCost, find_profile, read_profiles, write_profiles
 from pearl.sched.fit import Average, StepFit
-from pearl.sched.profile import DecodeSample, PrefillSample, RuntimeProfile, StepTelemetry
+from pearl.sched.profile import DecodeSample, PrefillSample, RuntimeProfile, StepTelemetry, TransferSample
 from pearl.sched.published import qwen3_8b_h800, qwen3_30b_a3b_h800, software_engineering
 from pearl.sched.workload import QUANTILES, Workload
 
@@ -57,14 +57,19 @@ def test_no_telemetry_breaks_the_estimates(values, count, quantiles) -> None:
         "env_s",
         "miss_share",
         "decode_share",
-        "transfer_bytes_per_s",
     )
     given_values = dict(zip(names, values, strict=False))
-    a, b, c, d = (1.0 if value is None else value for value in values[9:])
+    a, b, c, d = (1.0 if value is None else value for value in values[8:12])
     samples = (DecodeSample(batch=a, context=b, seconds=c, count=d), DecodeSample(batch=b, context=c, seconds=d, count=a))
-    prompts = (PrefillSample(new=a, prefix=b, seconds=c, count=d),)
+    prompts = (PrefillSample(new=a, prefix=b, seconds=c, count=d), PrefillSample(new=b, prefix=a, seconds=d, beside=True))
+    moves = (TransferSample(tokens=a, seconds=c, count=d),)
     telemetry = StepTelemetry(
-        trajectories=count, turn_quantiles=tuple(quantiles), decode=samples, prefill=prompts, **given_values
+        trajectories=count,
+        turn_quantiles=tuple(quantiles),
+        decode=samples,
+        prefill=prompts,
+        transfer=moves,
+        **given_values,
     )
     for _ in range(3):
         profile.observe(telemetry)
@@ -146,6 +151,44 @@ def test_one_operating_point_bends_nothing() -> None:
         assert learned.decode_step_s(batch, context) == pytest.approx(3 * float(prior.decode_step_s(batch, context)), rel=0.05)
 
 
+def test_a_guessed_speed_is_replaced_by_the_first_measurement_however_far_it_lies() -> None:
+    """600 times as slow as the guess, with one absurd sample among many."""
+    seconds = 600 * float(COSTS.decode_step_s(12.0, 4000))
+    samples = (DecodeSample(batch=12, context=4000, seconds=seconds, count=90), DecodeSample(batch=8, context=4000, seconds=1e-6))
+    guess, known = (RuntimeProfile(COSTS, LOAD, guessed=guessed) for guessed in (True, False))
+    for profile in (guess, known):
+        profile.observe(StepTelemetry(trajectories=64, decode=samples))
+    assert 0.5 * seconds < guess.costs().decode_step_s(12.0, 4000) < 1.1 * seconds
+    assert known.costs().decode_step_s(12.0, 4000) < 0.1 * seconds, "what was measured before is not thrown away at once"
+
+
+def test_what_prompts_cost_those_who_decode_beside_them_is_told_from_what_they_cost_alone() -> None:
+    """Beside decodes a prompt has no start of its own: for a turn of 1,000 tokens 0.03 of 0.05 s."""
+    load = replace(LOAD, appended=1000.0, first_prompt=0.0)
+    profile = RuntimeProfile(replace(COSTS, mixing=0.5), load, guessed=True)
+    assert profile.costs().mixing == 0.5, "nothing was measured yet"
+    for _ in range(5):
+        prompts = [
+            PrefillSample(new=n, prefix=0.0, seconds=(0.0 if beside else 0.02) + 3e-5 * n, count=200, beside=beside)
+            for n in (100.0, 1000.0, 4000.0)
+            for beside in (False, True)
+        ]
+        profile.observe(StepTelemetry(trajectories=64, prefill=tuple(prompts)))
+    learned = profile.costs()
+    assert float(learned.prefill_s(1000, 0)) == pytest.approx(0.05, rel=0.05)
+    assert learned.mixing == pytest.approx(0.6, rel=0.08)
+
+
+def test_what_a_hand_over_takes_is_learned() -> None:
+    profile = RuntimeProfile(COSTS, LOAD, guessed=True)
+    moves = tuple(TransferSample(tokens=n, seconds=0.04 + 1e-5 * n, count=50) for n in (500.0, 8000.0))
+    for _ in range(3):
+        profile.observe(StepTelemetry(trajectories=64, transfer=(*moves, TransferSample(tokens=-1, seconds=1.0))))
+    costs = profile.costs()
+    assert costs.transfer_base_s == pytest.approx(0.04, rel=0.1) and profile.rejected["transfer"] == 3
+    assert costs.kv_bytes_per_token / costs.transfer_bytes_per_s == pytest.approx(1e-5, rel=0.1)
+
+
 def test_the_range_of_what_was_measured_grows() -> None:
     profile = RuntimeProfile(replace(COSTS, max_batch=16.0, max_context=4096.0), LOAD)
     assert profile.costs().max_batch == 16
@@ -212,3 +255,11 @@ def test_misses_for_lack_of_memory_are_not_counted_twice() -> None:
     for _ in range(10):
         profile.observe(StepTelemetry(trajectories=64, miss_share=1 - 0.8 * 0.5), lost_share=0.5)
     assert profile.workload().miss_share == pytest.approx(0.2)
+
+
+def test_a_guessed_workload_is_forgotten_with_the_first_batch() -> None:
+    profile = RuntimeProfile(COSTS, replace(LOAD, generated=500.0, turns=10.0), guessed=True)
+    profile.observe(StepTelemetry(trajectories=16, generated=20.0, turns=3.0, in_flight=24.0))
+    assert (profile.workload().generated, profile.workload().turns, profile.workload().in_flight) == (20.0, 3.0, 24.0)
+    profile.observe(StepTelemetry(trajectories=16, generated=400.0))
+    assert 20 < profile.workload().generated < 200, "from then on it is a mean"
