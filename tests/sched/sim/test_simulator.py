@@ -25,7 +25,7 @@ def scheduler(**pd: Any) -> SchedulerSettings:
     )
 
 
-SPLIT = scheduler(mode="split", ratio="1:1")
+SPLIT = scheduler(mode="split", ratio="1:1", append_on_decode="0")
 
 
 def run(seed: int = 0, availability: Any = None, **changes: Any) -> SimResult:
