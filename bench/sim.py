@@ -17,7 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from pearl.sched.cost_profile import CHANGES, ChangeCost
 from pearl.sched.planner import Budget, plan_allocation
 from pearl.sched.predictor import PaperPredictor, Predictor
 from pearl.sched.settings import PdSettings
-from pearl.sched.sim.availability import SEGMENTS, segment_gpus
+from pearl.sched.sim.availability import SEGMENTS, Segment, segment_gpus
 from pearl.sched.sim.baselines import (
     OURS,
     PAPER,
@@ -75,6 +76,10 @@ PICKED = {10: "2P3D", 12: "3P3D", 16: "3P5D", 26: "4P9D", 28: "4P10D", 32: "4P12
 BATCHES = {32: 0.097, 80: 0.014, 96: -0.061}
 
 
+Case = tuple[System, dict[str, Any]]
+"""Of `run_system`: who, and its options."""
+
+
 @dataclass(slots=True)
 class Report:
     """What a section prints, and the figures that it hit or missed."""
@@ -105,21 +110,35 @@ class Report:
             raise ValueError(f"minutes={self.options.minutes:g}: {run.policy} ({where}) trained no batch in them; give it more")
 
     def segment_runs(self, system: System, names: Sequence[str], **more: Any) -> list[Run]:
+        """Every segment with every seed; who has the reserved GPUs alone is run once for all segments."""
+        chosen = [segment for segment in SEGMENTS if segment.name in names]
+        alike = not system.external and system.name != "ROLL-Large"
+        cases = [(one, seed) for one in (chosen[:1] if alike else chosen) for seed in range(self.options.seeds)]
         found = []
-        for segment in SEGMENTS:
-            if segment.name not in names:
-                continue
-            chosen = roll_large(LARGE[segment.name]) if system.name == "ROLL-Large" else system
-            for seed in range(self.options.seeds):
-                gpus, _ = segment_gpus(segment, self.options.trace_dir, tp=2, seed=seed)
-                until = 60.0 * min(self.options.minutes, segment.last_minute - segment.first_minute)
-                options: dict[str, Any] = {"semantics": self.options.semantics, "until_s": until, "seed": seed} | more
-                run = run_system(chosen, self.preset, self.fitted, segment=segment.name, availability=gpus, **options)
-                self.check_trained(run)
-                found.append(run)
-                print(f"    {chosen.name:<28}{segment.name} seed {seed}: {throughput(run.result):8.0f} tokens/s", flush=True)
+        for run in self.map_runs([self._case(system, segment, seed, more) for segment, seed in cases]):
+            self.check_trained(run)
+            told = "any" if alike else run.segment
+            print(f"    {run.policy:<28}{told} seed {run.seed}: {throughput(run.result):8.0f} tokens/s", flush=True)
+            found += [replace(run, segment=one.name) for one in chosen] if alike else [run]
         self.runs += found
         return found
+
+    def _case(self, system: System, segment: Segment, seed: int, more: dict[str, Any]) -> Case:
+        if system.name == "ROLL-Large":
+            system = roll_large(LARGE[segment.name])
+        gpus, _ = segment_gpus(segment, self.options.trace_dir, tp=2, seed=seed)
+        until = 60.0 * min(self.options.minutes, segment.last_minute - segment.first_minute)
+        options: dict[str, Any] = {"semantics": self.options.semantics, "until_s": until, "seed": seed}
+        return system, {"segment": segment.name, "availability": gpus} | options | more
+
+    def map_runs(self, cases: Sequence[Case]) -> Iterator[Run]:
+        """One run per case, in their order, in as many processes as were asked for."""
+        if self.options.jobs == 1:
+            yield from (run_system(system, self.preset, self.fitted, **options) for system, options in cases)
+            return
+        with ProcessPoolExecutor(self.options.jobs) as pool:
+            waiting = [pool.submit(run_system, system, self.preset, self.fitted, **options) for system, options in cases]
+            yield from (one.result() for one in waiting)
 
 
 def just(value: float) -> Printed:
@@ -186,10 +205,9 @@ def ablation(report: Report) -> None:
 
 
 def _fixed_run(report: Report, system: System, hardware: Hardware, until_s: float) -> float:
+    options = {"semantics": report.options.semantics, "until_s": until_s, "hardware": hardware}
     rates = []
-    for seed in range(report.options.seeds):
-        options = {"semantics": report.options.semantics, "until_s": until_s, "seed": seed, "hardware": hardware}
-        run = run_system(system, report.preset, report.fitted, **options)
+    for run in report.map_runs([(system, options | {"seed": seed}) for seed in range(report.options.seeds)]):
         report.check_trained(run)
         rates.append(throughput(run.result))
     return sum(rates) / len(rates)
@@ -201,7 +219,7 @@ def batches(report: Report) -> None:
     for batch, printed in BATCHES.items():
         options: dict[str, Any] = {"workers": 8, "batch": batch, "seeds": seeds}
         mixed = makespan(ROLL, preset, report.fitted, **options)
-        splits = {ratio: fixed(ratio, "split", ratio) for ratio in ("3:5", "4:4", "5:3")}
+        splits = {ratio: fixed(ratio, "split", ratio) for ratio in ("3:5", "4:4", "5:3", "6:2")}
         times = {ratio: makespan(system, preset, report.fitted, **options) for ratio, system in splits.items()}
         best = min(times, key=lambda ratio: times[ratio])
         report.figure(f"30B-A3B, batch {batch}: best split ({best})", mixed / times[best] - 1, just(printed))
@@ -251,6 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--segments", nargs="+", default=[one.name for one in SEGMENTS], choices=[one.name for one in SEGMENTS])
     parser.add_argument("--minutes", type=float, default=120.0, help="of each segment, enough for a step of each system")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="processes that simulate side by side")
     parser.add_argument("--semantics", default="barrier", choices=("barrier", "slots"))
     parser.add_argument("--static", action="store_true", help="static ratios too: the best on a segment is its oracle")
     parser.add_argument("--page", type=Path, help="an HTML page of all runs")

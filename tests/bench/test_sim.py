@@ -23,7 +23,9 @@ SPEED = {ROLL.name: 100.0, RLBOOST.name: 55.0, PAPER.name: 50.0, OURS.name: 44.0
 
 
 def report(**changes: Any) -> Report:
-    options: dict[str, Any] = dict(trace_dir=None, minutes=120.0, seeds=1, semantics="barrier", static=False, segments=["S1"])
+    options: dict[str, Any] = dict(
+        trace_dir=None, minutes=120.0, seeds=1, semantics="barrier", static=False, segments=["S1"], jobs=1
+    )
     namespace = argparse.Namespace(**(options | changes))
     return Report(options=namespace, preset=preset_named("qwen3-8b-h800"), fitted=read_fitted()[0])
 
@@ -57,11 +59,17 @@ def test_segments_compare_systems_on_the_same_gpus(runs: list[dict[str, Any]], c
     one = report(segments=["S1", "S3"], seeds=2)
     sim.segments(one)
     assert one.value == pytest.approx(61.0 / 55.0 - 1)
-    assert {run["policy"] for run in runs} == {*SPEED, "ROLL-Large"} and len(runs) == 5 * 2 * 2
+    assert {run["policy"] for run in runs} == {*SPEED, "ROLL-Large"} and len(runs) == 2 + 4 * 2 * 2
     alike = {(run["segment"], run["seed"]): run["availability"] for run in runs}
     assert all(run["availability"] == alike[run["segment"], run["seed"]] for run in runs)
     assert "no step kept its shape" in capsys.readouterr().out, "none of these has a prediction"
     assert len(one.figures) == 2 * (1 + 2)
+
+
+def test_runs_side_by_side_are_those_one_after_the_other() -> None:
+    cases = [(ROLL, {"seed": seed, "max_steps": 1, "batch": 16}) for seed in (0, 1)]
+    one, two = (list(report(jobs=jobs).map_runs(cases)) for jobs in (1, 2))
+    assert one == two and [run.seed for run in one] == [0, 1] and one[0].result.steps
 
 
 def test_a_segment_is_cut_to_so_many_minutes(runs: list[dict[str, Any]]) -> None:
