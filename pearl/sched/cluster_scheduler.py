@@ -98,10 +98,9 @@ class ClusterScheduler:
         if not changed:
             return []
         match event:
-            case WorkerJoined() if self.state.workers[event.worker].serves:
-                self._route(self.state.workers[event.worker])
-                return self._later("worker joined", now)
             case WorkerJoined():
+                if self.state.workers[event.worker].serves:
+                    self._route(self.state.workers[event.worker])
                 return self._later("worker joined", now)
             case OrderDone():
                 assert before is not None
@@ -120,7 +119,7 @@ class ClusterScheduler:
         return []
 
     def adviser(self) -> Adviser:
-        """Of what is known now: the same one as long as nothing is learned."""
+        """Of what is known now; the same one while nothing is learned."""
         if not self._adviser.holds():
             self._adviser = Adviser(self.settings, self.profile, self.batch)
         return self._adviser
@@ -208,7 +207,7 @@ class ClusterScheduler:
         bare = [one for one in self.state.workers.values() if self._usable(one, now) and one.bare]
         if not bare:
             return []
-        seen = (self.state.departures, self.state.external_seconds)
+        seen = self.state.departures, self.state.external_seconds
         count, verdict = self.adviser().expand(self.situation(now), bare, seen, now)
         self.verdict = verdict if not verdict.act else self.verdict
         if not count:

@@ -37,8 +37,9 @@ from pearl.sched.shape import Shape
 
 
 class Worker(Struct, frozen=True, kw_only=True):
-    """One row, a struct since each report makes it anew. While it is transitioning `role` and `was_active` are still the old ones, `next_role` and `next_active` what
-    was ordered. `deadline`: when its GPUs are reclaimed. `since`: when it joined. KV in tokens."""
+    """One row; a struct, since each report makes it anew. While it is transitioning `role` and `was_active` are still the old
+    ones, `next_role` and `next_active` what was ordered. `deadline`: when its GPUs are reclaimed. `since`: when it joined. KV
+    in tokens."""
 
     name: str
     slot: int
