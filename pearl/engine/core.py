@@ -177,7 +177,6 @@ class EngineCore(MovingRequests):
         self._unfinished.popleft()
         self._num_computed_tokens += output.num_tokens
         updates: list[RequestUpdate] = []
-        hands_over, sampled, version = self.scheduler.policy.hands_over, result.sampled, result.weight_version
         for entry in output.requests:
             request = self.requests[entry.request_id]
             request.num_in_flight -= 1
@@ -186,10 +185,10 @@ class EngineCore(MovingRequests):
                 if self.growing:
                     self._grown(entry.request_id, output.step)
                 if entry.samples:
-                    updates.append(self._take_token(request, entry, sampled[entry.request_id], version))
+                    updates.append(self._take_token(request, entry, result.sampled[entry.request_id], result.weight_version))
             if request.status is not RequestStatus.RUNNING and not request.num_in_flight:
                 self._settle(request)
-            elif hands_over and request.is_decoding and not (request.stays or request.num_in_flight):
+            elif self.scheduler.policy.hands_over and request.is_decoding and not (request.stays or request.num_in_flight):
                 self.offer(request, now)
             elif self.growing and request.is_decoding:
                 self._end_growing(entry.request_id)  # it stays

@@ -176,7 +176,7 @@ class PrefixCache:
             drop(block_id, None)
 
     def evict(self, count: int) -> list[int]:
-        """Drops the `count` blocks released longest ago and returns their ids. KeyError, nothing changed, if there are fewer."""
+        """Drops the `count` blocks released longest ago and returns their ids. KeyError, unchanged, if there are fewer."""
         if count > len(self._evictable):
             raise KeyError(f"{count} cached blocks cannot be evicted: all but {len(self._evictable)} are held")
         block_ids = list(islice(self._evictable, count))

@@ -76,6 +76,7 @@ class ClusterScheduler:
         self._tries: dict[str, int] = {}
         self._failed_at: dict[str, float] = {}
         self._capacity: dict[WorkerRole, float] = {}
+        self._adviser = Adviser(settings, profile, self.batch)
 
     def on_event(self, event: ClusterEvent, now: float) -> list[ClusterCommand]:
         """What is to be done about it, in this order. `now` in seconds, never going back."""
@@ -117,6 +118,12 @@ class ClusterScheduler:
                 return self._consider("training finished", now)
         return []
 
+    def adviser(self) -> Adviser:
+        """Of what is known now; the same one while nothing is learned."""
+        if not self._adviser.holds():
+            self._adviser = Adviser(self.settings, self.profile, self.batch)
+        return self._adviser
+
     def situation(self, now: float) -> Situation:
         """What a proposal is made for. Workers that failed an order lately, or are to go, are left out."""
         usable = [worker for worker in self.state.workers.values() if self._usable(worker, now)]
@@ -154,19 +161,16 @@ class ClusterScheduler:
         self._waiting, self._considered_at = "", now
         situation = self.situation(now)
         if not situation.serving and not situation.joiners and not situation.lendable:
-            return self._expand(None, cause, now)
-        adviser = Adviser(self.settings, self.profile, self.batch)
-        proposal = adviser.propose(situation, self._gate, now)
+            return self._expand(cause, now)
+        proposal = self.adviser().propose(situation, self._gate, now)
         self.verdict = proposal.verdict
         if proposal.target is not None:
             self.prediction = proposal.target.prediction
-            self.router.append_on_decode_tokens = adviser.longest_append(self.prediction)
-        commands = self._carry_out(proposal, situation, adviser, cause, now)
-        return commands + self._expand(adviser, cause, now)
+            self.router.append_on_decode_tokens = self.adviser().longest_append(self.prediction)
+        commands = self._carry_out(proposal, situation, cause, now)
+        return commands + self._expand(cause, now)
 
-    def _carry_out(
-        self, proposal: Proposal, situation: Situation, adviser: Adviser, cause: str, now: float
-    ) -> list[ClusterCommand]:
+    def _carry_out(self, proposal: Proposal, situation: Situation, cause: str, now: float) -> list[ClusterCommand]:
         plan, target, verdict = proposal.plan, proposal.target, proposal.verdict
         if plan is None or target is None or not (plan.roles or plan.join):
             return []
@@ -174,7 +178,7 @@ class ClusterScheduler:
         if choice in ("auto", "all_or_none") and not verdict.forced and not self.profile.measured:
             self.verdict = replace(verdict, act=False, reason="nothing was measured yet")
             return []
-        cost = adviser.switch_cost_s(plan) + (verdict.cost_s if proposal.kind == "borrow" else 0.0)
+        cost = self.adviser().switch_cost_s(plan) + (verdict.cost_s if proposal.kind == "borrow" else 0.0)
         decision = Decision(
             number=self.log.next_number(),
             at=now,
@@ -199,14 +203,13 @@ class ClusterScheduler:
         orders = [self._order(name, role, True, decision.number, now) for name, role in plan.roles.items()]
         return self._commands(orders, decision.number)
 
-    def _expand(self, adviser: Adviser | None, cause: str, now: float) -> list[ClusterCommand]:
+    def _expand(self, cause: str, now: float) -> list[ClusterCommand]:
         """Has external workers prepared, in the background."""
         bare = [one for one in self.state.workers.values() if self._usable(one, now) and one.bare]
         if not bare:
             return []
-        adviser = adviser or Adviser(self.settings, self.profile, self.batch)
-        seen = (self.state.departures, self.state.external_seconds)
-        count, verdict = adviser.expand(self.situation(now), bare, seen, now)
+        seen = self.state.departures, self.state.external_seconds
+        count, verdict = self.adviser().expand(self.situation(now), bare, seen, now)
         self.verdict = verdict if not verdict.act else self.verdict
         if not count:
             return []

@@ -8,6 +8,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from pearl.sched.profile import StepTelemetry
 
 
@@ -50,8 +52,7 @@ class WorkerJoined:
     deadline: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerReport:
+class WorkerReport(Struct, frozen=True, kw_only=True):
     """A worker's own numbers; `kv_used` and `kv_total` in tokens."""
 
     worker: str

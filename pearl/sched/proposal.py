@@ -58,10 +58,16 @@ class Adviser:
     """Asks the questions with the present estimates of one profile."""
 
     def __init__(self, settings: SchedulerSettings, profile: RuntimeProfile, batch: float) -> None:
-        self._settings, self._profile = settings, profile
+        self._settings, self._profile, self._batch = settings, profile, batch
+        self._found: dict[Budget, Allocation | None] = {}
         workload, costs = profile.workload(batch), profile.costs()
         paper = settings.pd.predictor == "paper"
         self.predictor: AnyPredictor = PaperPredictor(workload, costs) if paper else Predictor(workload, costs)
+
+    def holds(self) -> bool:
+        """Whether the profile still says what it said; if it does, what was worked out before needs not be again."""
+        known = self.predictor
+        return self._profile.workload(self._batch) == known.workload and self._profile.costs() == known.costs
 
     def propose(self, s: Situation, gate: SwitchGate, now: float) -> Proposal:
         """The next transition of the serving workers; its plan may be empty."""
@@ -153,4 +159,6 @@ class Adviser:
         return best, replace(verdict, reason="borrow")
 
     def _best(self, budget: Budget) -> Allocation | None:
-        return plan_allocation(self.predictor, budget, self._settings.pd).best
+        if budget not in self._found:
+            self._found[budget] = plan_allocation(self.predictor, budget, self._settings.pd).best
+        return self._found[budget]

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from pearl.sched.events import (
     Activity,
@@ -33,10 +36,10 @@ from pearl.sched.events import (
 from pearl.sched.shape import Shape
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Worker:
-    """One row. While it is transitioning `role` and `was_active` are still the old ones, `next_role` and `next_active` what
-    was ordered. `deadline`: when its GPUs are reclaimed. `since`: when it joined. KV in tokens."""
+class Worker(Struct, frozen=True, kw_only=True):
+    """One row; a struct, since each report makes it anew. While it is transitioning `role` and `was_active` are still the old
+    ones, `next_role` and `next_active` what was ordered. `deadline`: when its GPUs are reclaimed. `since`: when it joined. KV
+    in tokens."""
 
     name: str
     slot: int

@@ -15,7 +15,6 @@ from typing import Any
 from pearl.sched.cluster_scheduler import ClusterScheduler
 from pearl.sched.events import BatchProgress, ClusterEvent, StepMeasured, Tick, WeightsPublished, WorkerReport
 from pearl.sched.profile import RuntimeProfile
-from pearl.sched.proposal import Adviser
 from pearl.sched.router import Router
 from pearl.sched.shape import Shape
 from pearl.sched.sim import books
@@ -186,8 +185,7 @@ class Simulation:
     def _predict(self) -> tuple[Shape, float | None]:
         """The present shape, and the makespan that the scheduler's predictor sees for it."""
         shape = self.scheduler.state.shape()
-        adviser = Adviser(self.settings.scheduler, self.scheduler.profile, self.settings.batch)
-        makespan = adviser.predictor.predict(shape).makespan_s
+        makespan = self.scheduler.adviser().predictor.predict(shape).makespan_s
         return shape, makespan if makespan < float("inf") else None
 
     # ------------------------------------------------------------------------------------------------ ticks
