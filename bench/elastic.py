@@ -98,16 +98,16 @@ class Load:
 
 
 LOADS = {
-    "short": Load(turns=6, appended=60, generated=20, first=200),
+    "short": Load(turns=6, appended=60, generated=20, first=200, batch=8, staleness=0),
     "split": Load(turns=3, appended=1000, generated=60, first=300, staleness=3, pace=0.6, profile=dense_32b),
     "lend": Load(
-        turns=4, appended=3000, generated=60, first=3000, batch=32, group=8, staleness=0, trainers=2, pace=0.6,
+        turns=4, appended=3000, generated=60, first=3000, batch=32, group=8, staleness=0, trainers=3, pace=0.6,
         profile=quick_to_lend,
     ),
 }  # fmt: skip
-"""`short`: a few short turns, of which handing over takes a good part, and nothing to compute for a prefill worker. `split`: half
-of the work are prompts, and decode steps take as long for many sequences as for few. `lend`: trainers that wait for a rollout
-which is bound by prompts."""
+"""`short`: two trajectories per worker, of short turns: prompts disturb nobody, and handing over takes a good part of a turn.
+`split`: a third of the work are prompts, and decode steps take nearly as long for many sequences as for few. `lend`: two workers
+serve a rollout that is bound by prompts, three trainers wait for it."""
 
 FIXED = {
     f"{mode} {ratio} borrow {borrow}".replace(" auto", ""): [f"pd.mode={mode}", f"pd.ratio={ratio}", f"borrow.workers={borrow}"]

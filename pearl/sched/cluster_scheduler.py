@@ -398,5 +398,4 @@ class ClusterScheduler:
                 seen = residual(predicted, event.makespan_s)
                 self.log.residuals.append(seen)
                 self.profile.observe_residual(seen.ratio)
-        lost = self.prediction.lost_share if self.prediction is not None else 0.0
-        self.profile.observe(event.telemetry, lost)
+        self.profile.observe(event.telemetry, self.prediction.lost_share if self.prediction is not None else 0.0)
