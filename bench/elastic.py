@@ -71,9 +71,9 @@ def dense_32b() -> CostProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """`turns` of `appended` new prompt tokens and `generated` sampled ones, after a first prompt of `first`; `staleness` batches
-    beyond the one that is collected may be under way. `pace` scales the slowdown, so that steps of all loads take about as
-    long here."""
+    """`turns` of `appended` new prompt tokens and `generated` sampled ones, after a first prompt of `first`; `staleness`
+    batches beyond the one that is collected may be under way. `pace` scales the slowdown, so that steps of all loads take
+    about as long here."""
 
     turns: int
     appended: int
@@ -106,8 +106,8 @@ LOADS = {
     ),
 }  # fmt: skip
 """`short`: two trajectories per worker, of short turns: prompts disturb nobody, and handing over takes a good part of a turn.
-`split`: a third of the work are prompts, and decode steps take nearly as long for many sequences as for few. `lend`: two workers
-serve a rollout that is bound by prompts, three trainers wait for it."""
+`split`: a third of the work are prompts, and decode steps take nearly as long for many sequences as for few. `lend`: two
+workers serve a rollout that is bound by prompts, three trainers wait for it."""
 
 FIXED = {
     f"{mode} {ratio} borrow {borrow}".replace(" auto", ""): [f"pd.mode={mode}", f"pd.ratio={ratio}", f"borrow.workers={borrow}"]
@@ -186,12 +186,12 @@ def measure(name: str, slowdown: float, steps: int, jobs: int) -> dict[str, Any]
     saturated = "; SATURATED: the machine, not the devices, was measured" if idle / total < SATURATED else ""
     print(f"  {idle / total:.0%} of the machine's processor time was idle{saturated}", flush=True)
     lent, kept = ([row["train_s"] for row in rows[f"mixed borrow {which}"][1:]] for which in ("all", "none"))
+    best = {word: max(late[key] for key in FIXED if word in key) for word in ("mixed", "split", "all", "none")}
     return {
         "second_half": late["auto"] / best_late,
         "all": whole["auto"] / best_whole,
-        "best_split_over_mixed": max(late[key] for key in FIXED if "split" in key) / max(late[key] for key in FIXED if "mixed" in key),
-        "best_lending_over_none": max(late[key] for key in FIXED if key.endswith("all"))
-        / max(late[key] for key in FIXED if key.endswith("none")),
+        "best_split_over_mixed": best["split"] / best["mixed"],
+        "best_lending_over_none": best["all"] / best["none"],
         "train_step_lending_over_none": float(np.median(lent) / np.median(kept)),
         "idle": idle / total,
     }

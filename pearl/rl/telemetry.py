@@ -110,8 +110,8 @@ class TelemetryMeter:
         """What was measured since the last time, and what this batch was like.
 
         `env_s`: seconds in environments since the job began. `prompt_tokens` were asked for since the last time and
-        `cached_tokens` of them found cached, while so many `trajectories` ended. `local_tokens`: what the environment adds up to
-        so many tokens is computed where its session's KV is, if that is a decode worker.
+        `cached_tokens` of them found cached, while so many `trajectories` ended. `local_tokens`: up to so many that the
+        environment adds are computed where their session's KV is, if that is a decode worker.
         """
         played = [one for group in batch for one in group.trajectories if one.turns]
         decode, prefill = self._samples()
@@ -183,7 +183,7 @@ class TelemetryMeter:
             PrefillSample(
                 new=one.size / one.prompts,
                 prefix=max(0.0, one.context / one.count - one.size / one.prompts),
-                seconds=max(_each(one) - _decode_s(decode, one.decodes / one.count), 0.1 * _each(one)) * one.count / one.prompts,
+                seconds=_beyond_decodes(one, decode) * one.count / one.prompts,
                 count=one.prompts,
                 beside=one.decodes / one.count,
             )
@@ -195,6 +195,10 @@ class TelemetryMeter:
 
 def _each(steps: _Steps) -> float:
     return steps.seconds / steps.count
+
+
+def _beyond_decodes(steps: _Steps, samples: Sequence[DecodeSample]) -> float:
+    return max(_each(steps) - _decode_s(samples, steps.decodes / steps.count), 0.1 * _each(steps))
 
 
 def _decode_s(samples: Sequence[DecodeSample], batch: float) -> float:

@@ -97,9 +97,9 @@ class ClusterScheduler:
         if not changed:
             return []
         match event:
-            case WorkerJoined():
-                if self.state.workers[event.worker].serves:
-                    self._route(self.state.workers[event.worker])
+            case WorkerJoined(worker=name):
+                if self.state.workers[name].serves:
+                    self._route(self.state.workers[name])
                 return self._later("worker joined", now)
             case OrderDone():
                 assert before is not None

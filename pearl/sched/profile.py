@@ -49,8 +49,9 @@ class DecodeSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSample:
-    """`count` prompts of `new` tokens on `prefix` cached ones took `seconds` each; beside so many decodes: by so much longer than
-    those alone the step was."""
+    """`count` prompts of `new` tokens on `prefix` cached ones took `seconds` each. `beside` so many decodes: by so much longer
+    than those alone the step was.
+    """
 
     new: float
     prefix: float
@@ -219,8 +220,8 @@ class RuntimeProfile:
         so many times longer decodes as explain the rest. Nothing, where nobody has seen such steps."""
         if not self._beside.weight:
             return {}
-        learned = self.means
-        new, context = learned["appended"].value + learned["first_prompt"].value / learned["turns"].value, learned["context"].value
+        learned = {name: mean.value for name, mean in self.means.items()}
+        new, context = learned["appended"] + learned["first_prompt"] / learned["turns"], learned["context"]
         rows = [_prefill_row(max(1.0, new), context, beside=side) for side in (False, True)]
         alone_s, beside_s = (max(1e-9, float(np.dot(row, self._prefill.coefficients))) for row in rows)
         longer_s, step_s = max(0.0, beside_s - alone_s), max(1e-9, float(decode.seconds(max(1.0, self._beside.value), context)))

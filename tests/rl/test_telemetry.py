@@ -29,9 +29,9 @@ def requests(count: int, of: str = "r") -> list[str]:
     return [f"{of}{number}" for number in range(count)]
 
 
-def learn(meter: TelemetryMeter, batch: Sequence[Group] = (), env_s: float = 0.0, now: float = 0.0, **counts: int) -> StepTelemetry:
+def learn(meter: TelemetryMeter, batch: Sequence[Group] = (), env_s: float = 0.0, **counts: int) -> StepTelemetry:
     zero = {"prompt_tokens": 0, "cached_tokens": 0, "trajectories": 0, "local_tokens": 0}
-    return meter.finish(batch, env_s, now=now, **(zero | counts))
+    return meter.finish(batch, env_s, now=0.0, **(zero | counts))
 
 
 def trajectory(prompt: int, turns: list[tuple[int, int]]) -> Trajectory:
@@ -97,7 +97,8 @@ def offer(name: str, prompt: int, tokens: int) -> KVTransfer:
 
 def test_a_hand_over_lasts_from_its_offer_to_the_next_token_without_the_step_that_made_it() -> None:
     meter = TelemetryMeter()
-    meter.handed_off(HandedOff(rank=1, transfers=[offer("fresh", 500, 501), offer("moved", 500, 601), offer("kept", 9, 10)]), 1.0)
+    offers = [offer("fresh", 500, 501), offer("moved", 500, 601), offer("kept", 9, 10)]
+    meter.handed_off(HandedOff(rank=1, transfers=offers), 1.0)
     meter.stepped(step(["kept"], 1, 0.01, rank=1), 1.01)  # nobody took it: its source goes on
     meter.stepped(step(["fresh"], 1, 0.01, rank=2), 1.05)
     meter.stepped(step(["moved"], 1, 0.01, rank=3), 1.21)

@@ -154,7 +154,8 @@ def test_one_operating_point_bends_nothing() -> None:
 def test_a_guessed_speed_is_replaced_by_the_first_measurement_however_far_it_lies() -> None:
     """600 times as slow as the guess, with one absurd sample among many."""
     seconds = 600 * float(COSTS.decode_step_s(12.0, 4000))
-    samples = (DecodeSample(batch=12, context=4000, seconds=seconds, count=90), DecodeSample(batch=8, context=4000, seconds=1e-6))
+    absurd = DecodeSample(batch=8, context=4000, seconds=1e-6)
+    samples = (DecodeSample(batch=12, context=4000, seconds=seconds, count=90), absurd)
     guess, known = (RuntimeProfile(COSTS, LOAD, guessed=guessed) for guessed in (True, False))
     for profile in (guess, known):
         profile.observe(StepTelemetry(trajectories=64, decode=samples))
@@ -180,7 +181,7 @@ def test_what_prompts_cost_those_who_decode_beside_them_is_told_from_what_they_c
 
 
 def test_decodes_that_take_longer_beside_prompts_are_learned() -> None:
-    """They are launched kernel by kernel then, 4 times as long as captured: that is seen in mixed pools, whatever was assumed."""
+    """Launched kernel by kernel they take 4 times as long as captured: mixed pools show it, whatever was assumed."""
     load, step_s = replace(LOAD, appended=1000.0, first_prompt=0.0), float(COSTS.decode.seconds(8.0, LOAD.context))
     profile = RuntimeProfile(COSTS, load, guessed=True)
     decode = tuple(
