@@ -5,6 +5,9 @@ A whole job of two ranks: one trains, and lends itself in every step (`borrow.wo
 from the trainer's wish until the rank has answered; its deadline is what the scheduler would allow for it ahead of a known end:
 `borrow.return_margin` times the time it expected, and `return_extra_s`. `value` is the share of returns in time. Also printed:
 seconds of borrowing and returning, of the trainer's updates after returns, and how the trainer's memory grew over the run.
+
+A second job lends nothing. `train_ratio` is the median time of an update after lending over that of one without (target: at
+most 1.05): a rank is wholly back before its update begins, so that nothing of an update waits for a return.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from pearl.metrics.jsonl import read_jsonl
 
 TARGET = 1.0
 SIZES = ["rollout_batch_size=32", "group_size=4", "optimizer.mini_batch_size=16", "warmup.steps=3", "warmup.episodes=4"]
-LENDING = ["borrow.workers=all", "max_staleness=0"]
+LENDING, KEEPING = (["max_staleness=0", f"borrow.workers={which}"] for which in ("all", "none"))
+MOST_RATIO = 1.05
 LIMIT_S = 1200.0
 
 
@@ -35,9 +39,10 @@ def resident_mb(pid: int) -> float:
     return pages * 4096 / 1e6
 
 
-def play(rounds: int, folder: Path) -> tuple[list[dict], list[dict], list[float]]:
+def play(rounds: int, folder: Path, kind: list[str]) -> tuple[list[dict], list[dict], list[float]]:
     """Transitions, steps and samples of rank 0's memory of one job."""
-    settings = [*SIZES, *LENDING, f"max_steps={rounds}", f"output_dir={folder / 'runs'}"]
+    folder.mkdir()
+    settings = [*SIZES, *kind, f"max_steps={rounds}", f"output_dir={folder / 'runs'}"]
     memory: list[float] = []
     with JobProcess.start(folder, ["quickstart", *[part for one in settings for part in ("--set", one)]], world=2) as job:
         deadline, rank = time.monotonic() + LIMIT_S, None
@@ -61,7 +66,8 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = BorrowSettings()
     with tempfile.TemporaryDirectory() as folder:
-        made, steps, memory = play(arguments.rounds, Path(folder))
+        _, kept, _ = play(max(4, arguments.rounds // 2), Path(folder) / "keeping", KEEPING)
+        made, steps, memory = play(arguments.rounds, Path(folder) / "lending", LENDING)
     returns = [row for row in made if row["kind"] == "give_back"]
     lead = [settings.return_margin * row["cost_s"] + settings.return_extra_s for row in returns]
     in_time = sum(row["ok"] and row["seconds"] <= limit for row, limit in zip(returns, lead, strict=True))
@@ -76,11 +82,12 @@ def main() -> None:
         "returns": len(returns),
         "borrow_s": [statistics.median(lent), max(lent)],
         "return_s": [statistics.median(back), max(back)],
-        "train_s": statistics.median(row["train_s"] for row in steps),
+        "train_s": [statistics.median(row["train_s"] for row in rows[1:]) for rows in (steps, kept)],
         "interrupted": steps[-1]["interrupted"],
         "memory_mb": [statistics.median(memory[:third]), statistics.median(memory[-third:])] if memory else None,
     }
-    result["ok"] = result["value"] >= TARGET and len(returns) >= arguments.rounds * 0.9
+    result["train_ratio"] = result["train_s"][0] / result["train_s"][1]
+    result["ok"] = result["value"] >= TARGET and result["train_ratio"] <= MOST_RATIO and len(returns) >= arguments.rounds * 0.9
     for name, value in result.items():
         print(f"{name:>12}  {value}")
     if arguments.json:

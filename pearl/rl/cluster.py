@@ -104,7 +104,7 @@ class Cluster:
         self._model_folder = ""
         self._vocab_size = 0
         self.followers = Followers(externals, router, driver.next_number)
-        self._telemetry = TelemetryMeter(router.append_on_decode_tokens)
+        self._telemetry = TelemetryMeter()
         self._counts: Counter[str] = Counter()
         self._measured = now
         self._seen = -1
@@ -306,6 +306,7 @@ class Cluster:
             prompt_tokens=step["prompt_tokens"],
             cached_tokens=step["cached_tokens"],
             trajectories=step["trajectories"],
+            local_tokens=self.router.append_on_decode_tokens,
             now=now,
         )
         self.feed(StepMeasured(telemetry=telemetry, makespan_s=makespan_s), now)

@@ -142,7 +142,7 @@ class HandOffs:
         return ends
 
     def _asks_next(self, move: _Move) -> bool:
-        """Offers what was refused to another that may have room; False: there is none, or the source goes on or has ended it."""
+        """Offers what was refused to another that may have room; False: there is none, or the source goes on with it."""
         move.refused.add(move.target)
         over = move.lapsed or move.aborted is not None
         target = None if over else self._router.taker(move.session, move.source, move.refused)

@@ -56,12 +56,9 @@ class _Offer:
 class TelemetryMeter:
     """`stepped` takes every engine step, `handed_off` every offer, `playing` how many trajectories are under way; `finish` says
     what came of them, and then the next RL step begins. Times are of the caller's clock.
-
-    `local_tokens`: a turn that adds up to so many tokens is computed where its KV is.
     """
 
-    def __init__(self, local_tokens: int = 0) -> None:
-        self._local_tokens = local_tokens
+    def __init__(self) -> None:
         self._decode: dict[int, _Steps] = {}
         self._prefill: dict[tuple[int, bool], _Steps] = {}
         self._moves: list[tuple[int | None, float]] = []
@@ -100,12 +97,21 @@ class TelemetryMeter:
         self._flight_at = now
 
     def finish(
-        self, batch: Sequence[Group], env_s: float, *, prompt_tokens: int, cached_tokens: int, trajectories: int, now: float
+        self,
+        batch: Sequence[Group],
+        env_s: float,
+        *,
+        prompt_tokens: int,
+        cached_tokens: int,
+        trajectories: int,
+        local_tokens: int,
+        now: float,
     ) -> StepTelemetry:
         """What was measured since the last time, and what this batch was like.
 
         `env_s`: seconds in environments since the job began. `prompt_tokens` were asked for since the last time and
-        `cached_tokens` of them found cached, while so many `trajectories` ended.
+        `cached_tokens` of them found cached, while so many `trajectories` ended. `local_tokens`: up to so many that the
+        environment adds are computed where their session's KV is, if that is a decode worker.
         """
         played = [one for group in batch for one in group.trajectories if one.turns]
         decode, prefill = self._samples()
@@ -121,7 +127,7 @@ class TelemetryMeter:
         appended = float(lengths.sum() - first.sum() - generated) / max(1.0, float(turns.sum() - len(played)))
         fresh = float(first.mean()) + appended * float(turns.mean() - 1)  # of a trajectory; nobody can have that cached
         known = max(1.0, prompt_tokens - trajectories * fresh)
-        local = [size for one in played for size in _local_appends(one, self._local_tokens)]
+        local = [size for one in played for size in _local_appends(one, local_tokens)]
         per_turn = appended + float(first.mean()) / float(turns.mean())
         return StepTelemetry(
             trajectories=len(played),
@@ -177,11 +183,11 @@ class TelemetryMeter:
             PrefillSample(
                 new=one.size / one.prompts,
                 prefix=max(0.0, one.context / one.count - one.size / one.prompts),
-                seconds=max(_each(one) - _decode_s(decode, one.decodes / one.count), 0.1 * _each(one)) * one.count / one.prompts,
+                seconds=_beyond_decodes(one, decode) * one.count / one.prompts,
                 count=one.prompts,
-                beside=beside,
+                beside=one.decodes / one.count,
             )
-            for (_, beside), one in self._prefill.items()
+            for one in self._prefill.values()
             if one.seconds > 0
         )
         return decode, prefill
@@ -189,6 +195,10 @@ class TelemetryMeter:
 
 def _each(steps: _Steps) -> float:
     return steps.seconds / steps.count
+
+
+def _beyond_decodes(steps: _Steps, samples: Sequence[DecodeSample]) -> float:
+    return max(_each(steps) - _decode_s(samples, steps.decodes / steps.count), 0.1 * _each(steps))
 
 
 def _decode_s(samples: Sequence[DecodeSample], batch: float) -> float:
@@ -221,8 +231,7 @@ def _first_prompt(trajectory: Trajectory) -> int:
 
 
 def _local_appends(trajectory: Trajectory, most: int) -> list[int]:
-    """Tokens that the environment added, for each later turn of which they and the last answer are `most` at most."""
+    """Tokens that the environment added, for each later turn to which it added `most` at most."""
     edges: Any = np.flatnonzero(np.diff(np.array([0, *trajectory.loss_mask])))
     starts, ends = edges[::2], edges[1::2]  # of what was sampled
-    later = range(1, len(starts))
-    return [int(starts[turn] - ends[turn - 1]) for turn in later if starts[turn] - starts[turn - 1] <= most]
+    return [int(size) for size in starts[1:] - ends[: len(starts) - 1] if size <= most]

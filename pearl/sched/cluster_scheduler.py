@@ -98,9 +98,9 @@ class ClusterScheduler:
         if not changed:
             return []
         match event:
-            case WorkerJoined():
-                if self.state.workers[event.worker].serves:
-                    self._route(self.state.workers[event.worker])
+            case WorkerJoined(worker=name):
+                if self.state.workers[name].serves:
+                    self._route(self.state.workers[name])
                 return self._later("worker joined", now)
             case OrderDone():
                 assert before is not None
@@ -401,5 +401,4 @@ class ClusterScheduler:
                 seen = residual(predicted, event.makespan_s)
                 self.log.residuals.append(seen)
                 self.profile.observe_residual(seen.ratio)
-        lost = self.prediction.lost_share if self.prediction is not None else 0.0
-        self.profile.observe(event.telemetry, lost)
+        self.profile.observe(event.telemetry, self.prediction.lost_share if self.prediction is not None else 0.0)

@@ -68,8 +68,8 @@ class StepFit:
     """Least squares of seconds over features, relative errors, forgetting, coefficients never negative.
 
     The prior counts as `prior` observations at `points`, scaled by how much slower or faster than the prior this machine
-    turned out to be, so that a prior of the right form but the wrong speed bends nothing. `guessed`: nobody knows this machine's
-    speed, so the first measurements alone say how fast it is, however far from the prior.
+    turned out to be, so that a prior of the right form but the wrong speed bends nothing. `guessed`: nobody knows this
+    machine's speed, so the first measurements alone say how fast it is, however far from the prior.
     """
 
     coefficients: Any

@@ -30,7 +30,8 @@ class Prediction:
     contexts computed anew because workers joined. The rest describes the bulk: sequences decoding per worker, how busy prefill
     workers are, the share of turns that computed their context again, the share that did for lack of memory alone
     (`lost_share`), context over the room for it, and the share of trajectories in the split part. `unsure`: reasons why the
-    figures were not measured here, and `reach` how many times as far as anything measured they lie. `infeasible`: why it cannot be, with an infinite makespan.
+    figures were not measured here, and `reach` how many times as far as anything measured they lie. `infeasible`: why it cannot
+    be, with an infinite makespan.
     """
 
     shape: Shape

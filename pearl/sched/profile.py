@@ -34,7 +34,7 @@ MEANS = {
 }
 """Fields of Workload that are learned, and what is believed of them."""
 
-LONGEST_STEP_S, MOST_SEQUENCES, MOST_TOKENS = 600.0, 1e5, 1e8
+LONGEST_STEP_S, MOST_SEQUENCES, MOST_TOKENS, MOST_EAGER = 600.0, 1e5, 1e8, 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +49,15 @@ class DecodeSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSample:
-    """`count` prompts of `new` tokens on `prefix` cached ones took `seconds` each; `beside` decodes, by so much longer steps."""
+    """`count` prompts of `new` tokens on `prefix` cached ones took `seconds` each. `beside` so many decodes: by so much longer
+    than those alone the step was.
+    """
 
     new: float
     prefix: float
     seconds: float
     count: float = 1.0
-    beside: bool = False
+    beside: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +126,8 @@ class RuntimeProfile:
         new, prefixes = (64.0, 512.0, 2048.0), (0.0, 8192.0, 32768.0)
         points = [_prefill_row(n, p, beside=False) for n in new for p in prefixes]
         self._prefill = StepFit(_prefill_coefficients(costs), points, keep=keep, guessed=guessed)
-        self._beside = False
-        """Whether prompts were seen to be computed beside decodes."""
+        self._beside = Average(value=0.0, keep=keep, guessed=True)
+        """Decodes beside which prompts were computed."""
         moved = [(1.0, tokens) for tokens in (64.0, 512.0, 2048.0, 16384.0)]
         token_s = costs.kv_bytes_per_token / costs.transfer_bytes_per_s
         self._transfer = StepFit([costs.transfer_base_s, token_s], moved, keep=keep, guessed=guessed)
@@ -194,14 +196,13 @@ class RuntimeProfile:
         start, _, per_token, per_pair = (float(value) for value in self._prefill.coefficients)
         prefill = PrefillCost(base_s=start, per_token_s=max(per_token, 1e-12), per_pair_s=per_pair)
         wait_s, token_s = (float(value) for value in self._transfer.coefficients)
-        learned: dict[str, Any] = {kind: self._change(kind) for kind in CHANGES}
+        learned: dict[str, Any] = {kind: self._change(kind) for kind in CHANGES} | self._beside_costs(decode)
         return replace(
             self._costs,
             decode=decode,
             prefill=prefill,
             transfer_bytes_per_s=self._costs.kv_bytes_per_token / max(token_s, 1e-12),
             transfer_base_s=wait_s,
-            mixing=self._mixing(),
             step_overhead_s=0.0,
             max_batch=self._seen_batch,
             max_context=self._seen_context,
@@ -214,15 +215,17 @@ class RuntimeProfile:
         learned = {name: fit.weight / (fit.weight + fit.prior) for name, fit in fits.items()}
         return {name: mean.confidence for name, mean in self.means.items()} | learned
 
-    def _mixing(self) -> float:
-        """What a prompt costs those who decode beside it, over what it costs alone: the profile's, or of a turn as measured."""
-        if not self._beside:
-            return self._costs.mixing
-        learned = self.means
-        new = learned["appended"].value + learned["first_prompt"].value / learned["turns"].value
-        alone, beside = (_prefill_row(max(1.0, new), learned["context"].value, beside=side) for side in (False, True))
-        coefficients = self._prefill.coefficients
-        return float(min(1.0, np.dot(beside, coefficients) / max(1e-12, float(np.dot(alone, coefficients)))))
+    def _beside_costs(self, decode: DecodeCost) -> dict[str, float]:
+        """What a turn's prompt costs those who decode beside it: the share of what it costs alone, or, if it is more than that,
+        so many times longer decodes as explain the rest. Nothing, where nobody has seen such steps."""
+        if not self._beside.weight:
+            return {}
+        learned = {name: mean.value for name, mean in self.means.items()}
+        new, context = learned["appended"] + learned["first_prompt"] / learned["turns"], learned["context"]
+        rows = [_prefill_row(max(1.0, new), context, beside=side) for side in (False, True)]
+        alone_s, beside_s = (max(1e-9, float(np.dot(row, self._prefill.coefficients))) for row in rows)
+        longer_s, step_s = max(0.0, beside_s - alone_s), max(1e-9, float(decode.seconds(max(1.0, self._beside.value), context)))
+        return {"mixing": min(1.0, beside_s / alone_s), "eager": 1.0 + min(longer_s / step_s, MOST_EAGER)}
 
     def _change(self, kind: str) -> ChangeCost:
         """The profile's cost of `kind`, times the factor that was learned."""
@@ -259,12 +262,15 @@ class RuntimeProfile:
         good = [one for one in samples if _sound(one.seconds, one.count, one.new, MOST_TOKENS, one.prefix)]
         self.rejected["prefill"] += len(samples) - len(good)
         if good:
-            rows = [_prefill_row(one.new, one.prefix, one.beside) for one in good]
+            rows = [_prefill_row(one.new, one.prefix, one.beside > 0) for one in good]
             self._prefill.observe(rows, [one.seconds for one in good], [one.count for one in good])
-            self._beside = self._beside or any(one.beside for one in good)
+            near = [one for one in good if one.beside > 0]
+            if near:
+                counts = sum(one.count for one in near)
+                self._beside.observe(sum(one.beside * one.count for one in near) / counts, counts)
 
     def _observe_transfer(self, samples: tuple[TransferSample, ...]) -> None:
-        good = [one for one in samples if _sound(one.seconds, one.count, one.tokens, MOST_TOKENS, 0.0)]
+        good = [one for one in samples if _sound(one.seconds, one.count, one.tokens, MOST_TOKENS, 0.0) and one.tokens >= 1]
         self.rejected["transfer"] += len(samples) - len(good)
         if good:
             seconds, counts = [one.seconds for one in good], [one.count for one in good]

@@ -29,9 +29,9 @@ def requests(count: int, of: str = "r") -> list[str]:
     return [f"{of}{number}" for number in range(count)]
 
 
-def learn(meter: TelemetryMeter, batch: Sequence[Group] = (), env_s: float = 0.0, now: float = 0.0, **counts: int) -> StepTelemetry:
-    zero = {"prompt_tokens": 0, "cached_tokens": 0, "trajectories": 0}
-    return meter.finish(batch, env_s, now=now, **(zero | counts))
+def learn(meter: TelemetryMeter, batch: Sequence[Group] = (), env_s: float = 0.0, **counts: int) -> StepTelemetry:
+    zero = {"prompt_tokens": 0, "cached_tokens": 0, "trajectories": 0, "local_tokens": 0}
+    return meter.finish(batch, env_s, now=0.0, **(zero | counts))
 
 
 def trajectory(prompt: int, turns: list[tuple[int, int]]) -> Trajectory:
@@ -63,8 +63,8 @@ def test_prompts_pay_for_what_decoding_does_not_explain_and_are_told_from_it() -
     assert [(one.batch, one.context, one.count) for one in seen.decode] == [(4, 100, 10), (32, 100, 10)]
     assert [one.seconds for one in seen.decode] == pytest.approx([0.0024, 0.0052])
     alone, beside = sorted(seen.prefill, key=lambda one: one.beside)
-    assert (alone.new, alone.count, alone.beside) == (50, 32, False) and alone.seconds == pytest.approx(0.030 / 32)
-    assert (beside.new, beside.count, beside.beside) == (400, 1, True) and beside.seconds == pytest.approx(0.040)
+    assert (alone.new, alone.count, alone.beside) == (50, 32, 0) and alone.seconds == pytest.approx(0.030 / 32)
+    assert (beside.new, beside.count, beside.beside) == (400, 1, 32) and beside.seconds == pytest.approx(0.040)
     assert learn(meter).decode == ()
 
 
@@ -97,7 +97,8 @@ def offer(name: str, prompt: int, tokens: int) -> KVTransfer:
 
 def test_a_hand_over_lasts_from_its_offer_to_the_next_token_without_the_step_that_made_it() -> None:
     meter = TelemetryMeter()
-    meter.handed_off(HandedOff(rank=1, transfers=[offer("fresh", 500, 501), offer("moved", 500, 601), offer("kept", 9, 10)]), 1.0)
+    offers = [offer("fresh", 500, 501), offer("moved", 500, 601), offer("kept", 9, 10)]
+    meter.handed_off(HandedOff(rank=1, transfers=offers), 1.0)
     meter.stepped(step(["kept"], 1, 0.01, rank=1), 1.01)  # nobody took it: its source goes on
     meter.stepped(step(["fresh"], 1, 0.01, rank=2), 1.05)
     meter.stepped(step(["moved"], 1, 0.01, rank=3), 1.21)
@@ -120,9 +121,8 @@ def test_trajectories_under_way_are_averaged_over_time() -> None:
 
 
 def test_short_appends_are_told_from_long_ones() -> None:
-    meter = TelemetryMeter(local_tokens=10)
     batch = [group(trajectory(10, [(4, 6), (4, 7), (2, 3), (1, 0)]))]
-    seen = learn(meter, batch)
+    seen = learn(TelemetryMeter(), batch, local_tokens=6)
     assert seen.local_share == pytest.approx(2 / 4) and seen.local_appended == pytest.approx((6 + 3) / 2)
 
 

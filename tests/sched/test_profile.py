@@ -61,7 +61,7 @@ def test_no_telemetry_breaks_the_estimates(values, count, quantiles) -> None:
     given_values = dict(zip(names, values, strict=False))
     a, b, c, d = (1.0 if value is None else value for value in values[8:12])
     samples = (DecodeSample(batch=a, context=b, seconds=c, count=d), DecodeSample(batch=b, context=c, seconds=d, count=a))
-    prompts = (PrefillSample(new=a, prefix=b, seconds=c, count=d), PrefillSample(new=b, prefix=a, seconds=d, beside=True))
+    prompts = (PrefillSample(new=a, prefix=b, seconds=c, count=d), PrefillSample(new=b, prefix=a, seconds=d, beside=c))
     moves = (TransferSample(tokens=a, seconds=c, count=d),)
     telemetry = StepTelemetry(
         trajectories=count,
@@ -154,7 +154,8 @@ def test_one_operating_point_bends_nothing() -> None:
 def test_a_guessed_speed_is_replaced_by_the_first_measurement_however_far_it_lies() -> None:
     """600 times as slow as the guess, with one absurd sample among many."""
     seconds = 600 * float(COSTS.decode_step_s(12.0, 4000))
-    samples = (DecodeSample(batch=12, context=4000, seconds=seconds, count=90), DecodeSample(batch=8, context=4000, seconds=1e-6))
+    absurd = DecodeSample(batch=8, context=4000, seconds=1e-6)
+    samples = (DecodeSample(batch=12, context=4000, seconds=seconds, count=90), absurd)
     guess, known = (RuntimeProfile(COSTS, LOAD, guessed=guessed) for guessed in (True, False))
     for profile in (guess, known):
         profile.observe(StepTelemetry(trajectories=64, decode=samples))
@@ -171,7 +172,7 @@ def test_what_prompts_cost_those_who_decode_beside_them_is_told_from_what_they_c
         prompts = [
             PrefillSample(new=n, prefix=0.0, seconds=(0.0 if beside else 0.02) + 3e-5 * n, count=200, beside=beside)
             for n in (100.0, 1000.0, 4000.0)
-            for beside in (False, True)
+            for beside in (0.0, 8.0)
         ]
         profile.observe(StepTelemetry(trajectories=64, prefill=tuple(prompts)))
     learned = profile.costs()
@@ -179,14 +180,32 @@ def test_what_prompts_cost_those_who_decode_beside_them_is_told_from_what_they_c
     assert learned.mixing == pytest.approx(0.6, rel=0.08)
 
 
+def test_decodes_that_take_longer_beside_prompts_are_learned() -> None:
+    """Launched kernel by kernel they take 4 times as long as captured: mixed pools show it, whatever was assumed."""
+    load, step_s = replace(LOAD, appended=1000.0, first_prompt=0.0), float(COSTS.decode.seconds(8.0, LOAD.context))
+    profile = RuntimeProfile(COSTS, load, guessed=True)
+    decode = tuple(
+        DecodeSample(batch=n, context=LOAD.context, seconds=float(COSTS.decode.seconds(n, LOAD.context)), count=300)
+        for n in (2.0, 8.0, 16.0)
+    )
+    prompts = tuple(
+        PrefillSample(new=n, prefix=0.0, seconds=0.02 + 3e-5 * n + (3 * step_s if beside else 0.0), count=200, beside=beside)
+        for n in (100.0, 1000.0, 4000.0)
+        for beside in (0.0, 8.0)
+    )
+    for _ in range(4):
+        profile.observe(StepTelemetry(trajectories=64, decode=decode, prefill=prompts))
+    assert profile.costs().mixing == 1 and profile.costs().eager == pytest.approx(4.0, rel=0.1)
+
+
 def test_what_a_hand_over_takes_is_learned() -> None:
-    profile = RuntimeProfile(COSTS, LOAD, guessed=True)
+    profile = RuntimeProfile(replace(COSTS, transfer_base_s=1e-2), LOAD, guessed=True)
     moves = tuple(TransferSample(tokens=n, seconds=0.04 + 1e-5 * n, count=50) for n in (500.0, 8000.0))
     for _ in range(3):
         profile.observe(StepTelemetry(trajectories=64, transfer=(*moves, TransferSample(tokens=-1, seconds=1.0))))
     costs = profile.costs()
-    assert costs.transfer_base_s == pytest.approx(0.04, rel=0.1) and profile.rejected["transfer"] == 3
-    assert costs.kv_bytes_per_token / costs.transfer_bytes_per_s == pytest.approx(1e-5, rel=0.1)
+    assert costs.transfer_base_s == pytest.approx(0.04, rel=0.15) and profile.rejected["transfer"] == 3
+    assert costs.kv_bytes_per_token / costs.transfer_bytes_per_s == pytest.approx(1e-5, rel=0.15)
 
 
 def test_the_range_of_what_was_measured_grows() -> None:
