@@ -8,6 +8,7 @@ only if it comes from the worker that has the request. Torch-free.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -97,6 +98,19 @@ class Collector:
         for update in event.updates:
             self.counts["generated_tokens"] += len(update.token_ids)
             self._on_update(worker, update)
+
+    def excess(self, worker: str, event: Tokens) -> str:
+        """Why this cannot be what the worker was asked for; "" if it can. What is not awaited from it does not count anyway."""
+        sampled: Counter[str] = Counter()
+        for update in event.updates:
+            session = trajectory_of(update.request_id)
+            rollout = self._rollouts.get(session)
+            if rollout is None or self._router.worker_of(session) != worker:
+                continue
+            sampled[update.request_id] += len(update.token_ids)
+            if why := rollout.excess(update.request_id, sampled[update.request_id], update.finish_reason):
+                return why
+        return ""
 
     def on_handed_off(self, worker: str, event: HandedOff) -> None:
         """A worker offers requests to others."""
