@@ -27,7 +27,7 @@ WAIT_S = 90.0
 QUICK = (
     "emulation.train_token_s=1e-4", "emulation.publish_s=0.05", "max_staleness=1",
     "elastic.listen=127.0.0.1:0", "expand.external=always", "rollout_batch_size=32", "group_size=4",
-    "optimizer.mini_batch_size=32", "elastic.silence_s=2", "elastic.heartbeat_s=0.4", "emulation.turn_tokens=4",
+    "optimizer.mini_batch_size=32", "elastic.silence_s=5", "elastic.heartbeat_s=0.5", "emulation.turn_tokens=4",
     "elastic.reconnect_s=3",
 )  # fmt: skip
 
