@@ -103,8 +103,7 @@ class Cluster:
         self._ready: dict[int, Ready] = {}
         self._version = -1
         self._model_folder = ""
-        self._vocab_size = 0
-        self._max_model_len = 0
+        self._vocab_size = self._max_model_len = 0
         self._failures = Failures()
         self.followers = Followers(externals, router, driver.next_number)
         self._telemetry = TelemetryMeter()
@@ -167,7 +166,7 @@ class Cluster:
 
     def turn(self, now: float) -> None:
         """In every turn of the loop: who asks to join, who is silent, and the scheduler's own clock."""
-        if self.service is None:
+        if self.service is None or self.collector is None:
             return
         joins, self.externals.joins = self.externals.joins, []
         for peer, join in joins:
@@ -180,6 +179,7 @@ class Cluster:
             if self._config.elastic.trace_required:
                 self._driver.fail(ended)
             self._driver.notice(f"{ended}; the job goes on without its workers")
+        self.collector.expire(now)
         self.claim.turn(now)
         self.service.tick(now)
         self.followers.turn(now)

@@ -36,6 +36,7 @@ class Collector:
         pool: EnvironmentPool,
         router: Router,
         send: Callable[[str, Any], None],
+        move_limit_s: float = 60.0,
     ) -> None:
         self.counts = {
             "generated_tokens": 0, "prompt_tokens": 0, "cached_tokens": 0, "late_updates": 0, "late_tokens": 0,
@@ -46,7 +47,7 @@ class Collector:
         self._pool = pool
         self._router = router
         self._send = send
-        self.handoffs = HandOffs(router, send, self._has)
+        self.handoffs = HandOffs(router, send, self._has, move_limit_s)
         self._unplaced: list[NewRequest] = []
         self._rollouts: dict[str, Rollout] = {}
         self._ended: list[Trajectory] = []
@@ -129,7 +130,13 @@ class Collector:
         if rollout is None or rollout.request_id is None or self._router.worker_of(session) != source:
             self._router.move_failed(session)
             return
+        self.handoffs.asked(session, rollout.request_id, source)
         self._send(source, HandOver(request_ids=[rollout.request_id]))
+
+    def expire(self, now: float) -> None:
+        """Time passes: what has been on its way between two workers for too long stays where it was."""
+        for end in self.handoffs.expire(now):
+            self._end_of(end)
 
     def lost(self, worker: str) -> None:
         """A worker is gone. Its requests are placed again by `requeue`; what was on its way to it stays where it was."""

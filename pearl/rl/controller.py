@@ -186,7 +186,8 @@ class Controller:
                 example=self._example,
             )
 
-        return Collector(new_rollout, pool=self.pool, router=self.cluster.router, send=self.send_to)
+        limit_s = 2 * self.config.engine.transfer_deadline_s
+        return Collector(new_rollout, pool=self.pool, router=self.cluster.router, send=self.send_to, move_limit_s=limit_s)
 
     def _invite(self) -> None:
         """Says where external workers may join, to people and in the run directory."""
