@@ -83,7 +83,7 @@ class JobProcess:
     # ------------------------------------------------------------------------------------------------ who is who
 
     def family(self) -> dict[int, str]:
-        """Pid and role ("torchrun", "rank0", "controller", "environment", "external", "availability", "other") of all but zombies."""
+        """Pid and role ("torchrun", "rank0", or one of MODULES, or "other") of all but zombies."""
         mark, found = f"{TAG}={self.tag}".encode(), {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
