@@ -180,6 +180,8 @@ class Cluster:
                 self._driver.fail(ended)
             self._driver.notice(f"{ended}; the job goes on without its workers")
         self.collector.expire(now)
+        for worker, why in self.collector.unserved(now, self._config.rollout.request_timeout_s):
+            self.gone(number_of(worker), why, now)
         self.claim.turn(now)
         self.service.tick(now)
         self.followers.turn(now)
@@ -216,16 +218,14 @@ class Cluster:
         if event.rank not in self.externals.members:
             return
         name = name_of(event.rank)
-        wrong = implausible(
-            event, vocab_size=self._vocab_size, newest=self.followers.announced, max_model_len=self._max_model_len
-        )
-        if isinstance(event, Tokens) and self.collector is not None and not wrong:
-            wrong = self.collector.excess(name, event)
+        sizes = {"vocab_size": self._vocab_size, "max_model_len": self._max_model_len}
+        wrong = implausible(event, newest=self.followers.announced, **sizes)
+        if isinstance(event, Tokens) and self.collector is not None:
+            wrong = wrong or self.collector.excess(name, event)
             event, failed = self._failures.weigh(event)
             wrong = wrong or failed
         if wrong:
-            self.gone(event.rank, wrong, now)
-            return
+            return self.gone(event.rank, wrong, now)
         match event:
             case Ready():
                 self.externals.prepared(event.rank, event)

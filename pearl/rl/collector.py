@@ -8,6 +8,7 @@ only if it comes from the worker that has the request. Torch-free.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -19,6 +20,10 @@ from pearl.rl.handoffs import HandOffs
 from pearl.rl.rollout import Rollout, trajectory_of
 from pearl.rl.types import Trajectory
 from pearl.sched.router import Router
+
+LOOK_EVERY_S = 1.0
+UNSERVED = 0.75
+"""A worker that does not serve a request for this share of what would end the job is named before."""
 
 
 class Collector:
@@ -53,6 +58,9 @@ class Collector:
         self._ended: list[Trajectory] = []
         self._outgoing: dict[str, list[NewRequest]] = {}
         self._aborts: dict[str, list[str]] = {}
+        self._waits: dict[str, tuple[str, int, float]] = {}
+        """Session -> its open request, its tokens so far, and since when it is like that."""
+        self._looked = -math.inf
 
     @property
     def env_seconds(self) -> float:
@@ -123,6 +131,28 @@ class Collector:
         end = self.handoffs.answered(worker, event)
         if end is not None:
             self._end_of(end)
+
+    def unserved(self, now: float, limit_s: float) -> list[tuple[str, str]]:
+        """Workers with a request that has got no token for `UNSERVED` of `limit_s`, though nothing waits there or none of its
+        requests has got any, and which request. Looks once a second."""
+        limit_s *= UNSERVED
+        if now - self._looked < LOOK_EVERY_S:
+            return []
+        self._looked, before, self._waits = now, self._waits, {}
+        stand: dict[str, list[tuple[float, str]]] = {}
+        for session, rollout in self._rollouts.items():
+            worker = self._router.worker_of(session)
+            if rollout.request_id is not None and worker in self._router.loads:
+                state = rollout.request_id, len(rollout.trajectory.token_ids)
+                *same, since = before.get(session, ("", 0, now))
+                self._waits[session] = (*state, since if tuple(same) == state else now)
+                stand.setdefault(worker, []).append((now - self._waits[session][2], rollout.request_id))
+        late = []
+        for worker, waits in stand.items():
+            (longest, request_id), shortest = max(waits), min(waits)[0]
+            if longest > limit_s and (shortest > limit_s or not self._router.loads[worker].waiting):
+                late.append((worker, f"request {request_id} has got no token there for {longest:.0f} s"))
+        return late
 
     def move(self, session: str, source: str, target: str) -> None:
         """Has a running request handed over; the router has been told whereto."""

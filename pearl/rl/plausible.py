@@ -31,11 +31,11 @@ def implausible(event: Event, *, vocab_size: int, newest: int, max_model_len: in
     the job's requests may be."""
     match event:
         case Tokens():
-            numbers = event.waiting, event.running, event.free_blocks, event.computed, event.context
-            return _numbers(event.seconds, *numbers) or _tokens(event, vocab_size, newest)
+            load = event.waiting, event.running, event.free_blocks, event.computed, event.context
+            return _numbers(event.seconds, *load) or _tokens(event, vocab_size, newest)
         case Report():
-            numbers = event.kv_used, event.kv_total, event.running, event.waiting
-            return _numbers(*numbers) or _version(event.weight_version, newest)
+            wrong = _numbers(event.kv_used, event.kv_total, event.running, event.waiting)
+            return wrong or _version(event.weight_version, newest)
         case Leaving():
             return _numbers(event.notice_s)
         case Ready():
