@@ -26,7 +26,7 @@ MOST = 4
 """External workers at a time."""
 GROWTH = 1.25
 """A process may have this many times its memory at a quarter of the time when it is over."""
-STALLS_S = (0.5, 6.0)
+STALLS_S = (0.5, 12.0)
 PAGE_KB = 4
 
 

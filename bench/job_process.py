@@ -22,6 +22,7 @@ TAG = "PEARL_JOB_TAG"
 POLL_S = 0.02
 MODULES = (
     (b"pearl.rl.controller", "controller"), (b"pearl.rl.envs.host", "environment"), (b"pearl.rl.join", "external"),
+    (b"pearl.rl.availability", "availability"),
 )  # fmt: skip
 
 
@@ -82,7 +83,7 @@ class JobProcess:
     # ------------------------------------------------------------------------------------------------ who is who
 
     def family(self) -> dict[int, str]:
-        """Pid and role ("torchrun", "rank0", "controller", "environment", "external", "other") of all but zombies."""
+        """Pid and role ("torchrun", "rank0", or one of MODULES, or "other") of all but zombies."""
         mark, found = f"{TAG}={self.tag}".encode(), {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():

@@ -9,7 +9,7 @@ queue at `HIGH_WATER` messages, which raises `ChannelError` naming the peer).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -27,19 +27,30 @@ class Server:
     """The bound end (ROUTER): many named peers, each reached by the name under which it connected.
 
     `address` may end in ":0" or ":*" for a free TCP port; the real one is in `.address` afterwards. A message to a peer that
-    is not connected raises ChannelError.
+    is not connected raises ChannelError. `options` of ZeroMQ go beyond the usual; of messages with more than `largest` bytes
+    there are the senders and sizes in `oversized`, nothing else.
     """
 
-    def __init__(self, context: zmq.Context, address: str, receives: Any) -> None:
+    def __init__(
+        self, context: zmq.Context, address: str, receives: Any, *, options: Mapping[int, int | bytes] | None = None,
+        largest: int | None = None,
+    ) -> None:  # fmt: skip
         self.socket = context.socket(zmq.ROUTER)
         self.socket.set(zmq.LINGER, 0)
         self.socket.set(zmq.SNDHWM, HIGH_WATER)
         self.socket.set(zmq.RCVHWM, HIGH_WATER)
         self.socket.set(zmq.ROUTER_MANDATORY, 1)
         self.socket.set(zmq.ROUTER_HANDOVER, 1)
-        self.socket.bind(address.removesuffix(":0") + ":*" if address.endswith(":0") else address)
+        _set(self.socket, options)
+        try:
+            self.socket.bind(address.removesuffix(":0") + ":*" if address.endswith(":0") else address)
+        except zmq.ZMQError:
+            self.socket.close(0)
+            raise
         self.address: str = self.socket.get_string(zmq.LAST_ENDPOINT)
         self.rejected = 0
+        self.oversized: list[tuple[str, int]] = []
+        self._largest = largest
         self._decoder = msgspec.msgpack.Decoder(receives)
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -50,12 +61,18 @@ class Server:
         except (zmq.Again, zmq.ZMQError) as error:
             raise ChannelError(f"peer {peer!r} cannot be reached: {error}") from None
 
-    def receive(self) -> list[tuple[str, Any]]:
-        """Everything that has arrived, as (peer, message); never waits."""
-        messages = []
-        while (frames := _receive_now(self.socket)) is not None:
+    def receive(self, most: int | None = None) -> list[tuple[str, Any]]:
+        """What has arrived, as (peer, message), no more than `most` of it; never waits."""
+        messages: list[tuple[str, Any]] = []
+        taken = 0
+        while (most is None or taken < most) and (frames := _receive_now(self.socket)) is not None:
+            taken += 1
             try:
-                messages.append((frames[0].decode(), self._decoder.decode(frames[-1])))
+                peer = frames[0].decode()
+                if self._largest is not None and len(frames[-1]) > self._largest:
+                    self.oversized.append((peer, len(frames[-1])))
+                    continue
+                messages.append((peer, self._decoder.decode(frames[-1])))
             except (msgspec.DecodeError, UnicodeDecodeError):
                 self.rejected += 1
         return messages
@@ -65,14 +82,18 @@ class Server:
 
 
 class Client:
-    """The connecting end (DEALER), known to the server as `name`."""
+    """The connecting end (DEALER), known to the server as `name`. `options` of ZeroMQ go beyond the usual."""
 
-    def __init__(self, context: zmq.Context, address: str, name: str, receives: Any) -> None:
+    def __init__(
+        self, context: zmq.Context, address: str, name: str, receives: Any, *,
+        options: Mapping[int, int | bytes] | None = None,
+    ) -> None:  # fmt: skip
         self.socket = context.socket(zmq.DEALER)
         self.socket.set(zmq.LINGER, 1000)
         self.socket.set(zmq.SNDHWM, HIGH_WATER)
         self.socket.set(zmq.RCVHWM, HIGH_WATER)
         self.socket.set(zmq.IDENTITY, name.encode())
+        _set(self.socket, options)
         self.socket.connect(address)
         self.name = name
         self.rejected = 0
@@ -121,6 +142,11 @@ def wait_until(ends: Iterable[Server | Client], ready: Callable[[], bool], timeo
         if left <= 0:
             raise ChannelError(f"waited {timeout_s:g} s for {what}")
         wait(ends, min(left, 0.2))
+
+
+def _set(socket: zmq.Socket, options: Mapping[int, int | bytes] | None) -> None:
+    for option, value in (options or {}).items():
+        socket.set(option, value)
 
 
 def _receive_now(socket: zmq.Socket) -> list[bytes] | None:

@@ -141,9 +141,8 @@ class Report(Event, frozen=True, kw_only=True, tag="report"):
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
-    """First message of an external worker, which has no number yet. `token` proves that it was invited."""
+    """First message of an external worker, which has no number yet. That it was invited, its connection has shown."""
 
-    token: str
     pid: int
     host: str
     gpus: list[str] = []

@@ -116,7 +116,7 @@ class ElasticOptions:
     whose engine's loop has said nothing for `stuck_s` while it serves. `reconnect_s`: for how long a worker looks for a job
     that vanished; `notice_s`: what it is given to leave. `trace`: a file of arrivals and departures of nodes (lines of ms, add
     or remove, node) to play with workers on this machine, `speedup` times as fast, and no more than `trace_nodes` of them at a
-    time.
+    time; should the process that plays it end, the job goes on without these workers, unless `trace_required`.
     """
 
     listen: str = ""
@@ -128,6 +128,7 @@ class ElasticOptions:
     trace: str = ""
     speedup: float = 1.0
     trace_nodes: int = 4
+    trace_required: bool = False
 
     def __post_init__(self) -> None:
         above_zero(self, "elastic", "heartbeat_s", "silence_s", "stuck_s", "reconnect_s", "notice_s", "speedup")

@@ -315,7 +315,7 @@ class Town:
         member_peer = f"peer{len(self.externals._numbers)}"
         number = self.externals._next
         self.wires[number] = Wire()
-        self.externals.joins.append((member_peer, Join(token="", pid=1, host="here")))
+        self.externals.joins.append((member_peer, Join(pid=1, host="here")))
         self.cluster.turn(self.clock.now())
         self._build(number, trainer=False)
         self.engines[number].sleep()

@@ -1,14 +1,16 @@
-"""External workers of this machine that come and go as a trace of availability says; a child of rank 0.
+"""External workers of this machine that come and go as a trace of availability says; a child of the controller.
 
-    python -m pearl.rl.availability RUN PARENT_PID       (started by rank 0 of a job with `elastic.trace`)
+    python -m pearl.rl.availability RUN PARENT_PID       (started once workers may join a job with `elastic.trace`)
 
 Owns the processes of these workers and the trace's pace. It knows nothing of what they serve: a node that is added is a worker
 that joins, one that is removed gets SIGTERM. Invariants: no more than `elastic.trace_nodes` run at a time, the nodes that came
-first; all of them die with the job. Torch-free.
+first; all of them die with the job; the end of the player itself is noticed and said, and costs the job its workers alone.
+Torch-free.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -72,8 +74,6 @@ class Availability:
 
     def play(self) -> None:
         """Never returns: the end of the job is the end of this process."""
-        while not (self._run / JOIN_ADDRESS).exists():
-            time.sleep(POLL_S)
         began = time.monotonic()
         while True:
             self._turn((time.monotonic() - began) * self._options.speedup)
@@ -90,13 +90,38 @@ class Availability:
                 del self._workers[node]
                 self._nodes.ended(node)
         for node in self._nodes.starts():
-            self._workers[node] = self._start(node)
+            try:
+                self._workers[node] = self._start(node)
+            except OSError as error:  # no room for another process; the others go on
+                print(f"{node}: cannot start: {error}", flush=True)
+                self._nodes.ended(node)
 
     def _start(self, node: str) -> subprocess.Popen:
         address = (self._run / JOIN_ADDRESS).read_text().strip()
         print(f"{node}: joins", flush=True)
         command = [sys.executable, "-m", "pearl.rl.join", address, "--with-parent", "--gpus", node]
         return process.start(command, self._run / "logs" / f"external-{node}.log")
+
+
+class Player:
+    """The process that plays the trace of a run, as its parent has it."""
+
+    def __init__(self, run: Path) -> None:
+        self._log = run / "logs" / "availability.log"
+        self._process = process.start([sys.executable, "-m", "pearl.rl.availability", str(run), str(os.getpid())], self._log)
+        self.over = False
+
+    def ended(self) -> str:
+        """Once it has ended, which it never should: one line about that, the first time; else ""."""
+        if self.over or self._process.poll() is None:
+            return ""
+        self.over = True
+        return f"the player of elastic.trace ended with exit code {self._process.returncode}; see {self._log}"
+
+    def close(self) -> None:
+        """Its workers die with it."""
+        self._process.kill()
+        self._process.wait()
 
 
 def main(argv: list[str]) -> None:

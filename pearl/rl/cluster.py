@@ -7,7 +7,6 @@ by; the loss of an external worker costs its requests no more than what was not 
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -35,12 +34,14 @@ from pearl.protocol import (
     TakenOver,
     Tokens,
 )
+from pearl.rl.availability import Player
 from pearl.rl.claim import TrainersClaim
 from pearl.rl.cluster_view import cluster_metrics, decision_line, role_words
 from pearl.rl.collector import Collector
 from pearl.rl.followers import Followers
 from pearl.rl.layout import JobLayout
 from pearl.rl.members import Externals, Member, name_of, number_of
+from pearl.rl.plausible import Failures, implausible
 from pearl.rl.telemetry import TelemetryMeter
 from pearl.rl.types import Group
 from pearl.sched.cluster_scheduler import ClusterScheduler
@@ -102,11 +103,13 @@ class Cluster:
         self._ready: dict[int, Ready] = {}
         self._version = -1
         self._model_folder = ""
-        self._vocab_size = 0
+        self._vocab_size = self._max_model_len = 0
+        self._failures = Failures()
         self.followers = Followers(externals, router, driver.next_number)
         self._telemetry = TelemetryMeter()
         self._counts: Counter[str] = Counter()
         self._measured = now
+        self._player: Player | None = None
         self._seen = -1
         self._began = now
 
@@ -117,8 +120,9 @@ class Cluster:
         self.collector, self._ready, self._model_folder = collector, dict(ready), str(model_folder)
         layout, settings = self._driver.layout, SchedulerSettings.of(self._config)
         serving = [ready[rank] for rank in layout.serving]
+        self._max_model_len = min(one.max_model_len for one in serving)
         costs = guess_costs(max(one.kv_tokens for one in serving))
-        workload = guess_workload(self._config, min(one.max_model_len for one in serving))
+        workload = guess_workload(self._config, self._max_model_len)
         scheduler = ClusterScheduler(settings, RuntimeProfile(costs, workload, guessed=True), self.router)
         played_s = max((row["at"] + (row["seconds"] or 0.0) for row in self._before), default=0.0)
         self.service = ClusterService(scheduler, self, self._finished, now - played_s)
@@ -139,6 +143,16 @@ class Cluster:
             gpus = frozenset([name_of(rank)])
             self.feed(WorkerJoined(worker=name_of(rank), gpus=gpus, role=role, kv_total=ready[rank].kv_tokens), now)
 
+    def invited(self) -> None:
+        """Workers may join: those of the trace begin to come."""
+        if self._config.elastic.trace:
+            self._player = Player(self._driver.run)
+
+    def close(self) -> None:
+        """Workers that were started here end."""
+        if self._player is not None:
+            self._player.close()
+
     def _claim(self, lends: bool, now: float) -> TrainersClaim:
         weighed, limit = self._config.borrow.workers in WEIGHED, self._config.sched.change_timeout_s
         return TrainersClaim(self.feed, lends=lends, weighed=weighed, deadline_s=limit, now=now)
@@ -152,7 +166,7 @@ class Cluster:
 
     def turn(self, now: float) -> None:
         """In every turn of the loop: who asks to join, who is silent, and the scheduler's own clock."""
-        if self.service is None:
+        if self.service is None or self.collector is None:
             return
         if self.collector is not None:
             self._telemetry.playing(self.collector.playing, now)
@@ -163,6 +177,13 @@ class Cluster:
             self.gone(number, f"silent for elastic.silence_s={self._config.elastic.silence_s:g} s", now)
         for number in self.externals.stuck(now):
             self.gone(number, f"its engine said nothing for elastic.stuck_s={self._config.elastic.stuck_s:g} s", now)
+        if self._player is not None and (ended := self._player.ended()):
+            if self._config.elastic.trace_required:
+                self._driver.fail(ended)
+            self._driver.notice(f"{ended}; the job goes on without its workers")
+        self.collector.expire(now)
+        for worker, why in self.collector.unserved(now, self._config.rollout.request_timeout_s):
+            self.gone(number_of(worker), why, now)
         self.claim.turn(now)
         self.service.tick(now)
         self.followers.turn(now)
@@ -199,14 +220,21 @@ class Cluster:
         """An event of an external worker. Its failure is its own; what came along with it, but after it, counts no more."""
         if event.rank not in self.externals.members:
             return
+        name = name_of(event.rank)
+        sizes = {"vocab_size": self._vocab_size, "max_model_len": self._max_model_len}
+        wrong = implausible(event, newest=self.followers.announced, **sizes)
+        if isinstance(event, Tokens) and self.collector is not None:
+            wrong = wrong or self.collector.excess(name, event)
+            event, failed = self._failures.weigh(event)
+            wrong = wrong or failed
+        if wrong:
+            return self.gone(event.rank, wrong, now)
         match event:
-            case Tokens() if wrong := _impossible(event, self._vocab_size):
-                self.gone(event.rank, wrong, now)
             case Ready():
                 self.externals.prepared(event.rank, event)
                 self._ready[event.rank] = event
             case Leaving():
-                self.feed(WorkerReclaimed(worker=name_of(event.rank), deadline=now + event.notice_s), now)
+                self.feed(WorkerReclaimed(worker=name, deadline=now + event.notice_s), now)
             case Failed():
                 print(f"external {event.rank}: {event.error}\n{event.traceback}", flush=True)
                 self.gone(event.rank, event.error, now)
@@ -228,6 +256,7 @@ class Cluster:
         self.externals.forget(member.number)
         self._ready.pop(member.number, None)
         self.followers.forget(member.number)
+        self._failures.forget(member.number)
         if self.collector is not None:
             self.collector.lost(member.name)
         self._driver.notice(f"worker {member.name} is gone: {reason}")
@@ -283,6 +312,7 @@ class Cluster:
         self._version = version
         self.feed(WeightsPublished(version=version), now)
         self.followers.publish(version, now)
+        self._failures.forget()
 
     def resumed(self) -> None:
         """What the collector has counted so far was measured in a job before this one."""
@@ -326,7 +356,11 @@ class Cluster:
         """The cluster's part of a step's row."""
         if self.service is None or self.collector is None:
             return {}
-        return cluster_metrics(self.service, self.collector)
+        return cluster_metrics(self.service, self.collector) | {
+            "external_refused": sum(self.externals.dropped.values()),
+            "external_failures": self._failures.count,
+            "trace_ended": int(self._player is not None and self._player.over),
+        }
 
     def _finished(self, row: dict[str, Any]) -> None:
         """A decision is done."""
@@ -369,14 +403,3 @@ class Cluster:
         if member is not None:
             self.externals.tell(member.peer, Refused(reason=reason))
             self.externals.forget(number)
-
-
-def _impossible(event: Tokens, vocab_size: int) -> str:
-    """What of an engine step cannot be true, since no engine of this model says so; it would end the trainers."""
-    for update in event.updates:
-        ids, logprobs = update.token_ids, update.logprobs
-        if not len(ids) == len(logprobs) == len(update.weight_versions):
-            return f"request {update.request_id}: {len(ids)} tokens came with {len(logprobs)} log-probs"
-        if ids and not (min(ids) >= 0 and max(ids) < vocab_size and all(map(math.isfinite, logprobs))):
-            return f"request {update.request_id}: token ids must be in 0..{vocab_size - 1}, log-probs finite"
-    return ""

@@ -8,6 +8,8 @@ only if it comes from the worker that has the request. Torch-free.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -18,6 +20,10 @@ from pearl.rl.handoffs import HandOffs
 from pearl.rl.rollout import Rollout, trajectory_of
 from pearl.rl.types import Trajectory
 from pearl.sched.router import Router
+
+LOOK_EVERY_S = 1.0
+UNSERVED = 0.75
+"""A worker that does not serve a request for this share of what would end the job is named before."""
 
 
 class Collector:
@@ -35,6 +41,7 @@ class Collector:
         pool: EnvironmentPool,
         router: Router,
         send: Callable[[str, Any], None],
+        move_limit_s: float = 60.0,
     ) -> None:
         self.counts = {
             "generated_tokens": 0, "prompt_tokens": 0, "cached_tokens": 0, "late_updates": 0, "late_tokens": 0,
@@ -45,12 +52,15 @@ class Collector:
         self._pool = pool
         self._router = router
         self._send = send
-        self.handoffs = HandOffs(router, send, self._has)
+        self.handoffs = HandOffs(router, send, self._has, move_limit_s)
         self._unplaced: list[NewRequest] = []
         self._rollouts: dict[str, Rollout] = {}
         self._ended: list[Trajectory] = []
         self._outgoing: dict[str, list[NewRequest]] = {}
         self._aborts: dict[str, list[str]] = {}
+        self._waits: dict[str, tuple[str, int, float]] = {}
+        """Session -> its open request, its tokens so far, and since when it is like that."""
+        self._looked = -math.inf
 
     @property
     def env_seconds(self) -> float:
@@ -98,6 +108,19 @@ class Collector:
             self.counts["generated_tokens"] += len(update.token_ids)
             self._on_update(worker, update)
 
+    def excess(self, worker: str, event: Tokens) -> str:
+        """Why this cannot be what the worker was asked for; "" if it can. What is not awaited from it does not count anyway."""
+        sampled: Counter[str] = Counter()
+        for update in event.updates:
+            session = trajectory_of(update.request_id)
+            rollout = self._rollouts.get(session)
+            if rollout is None or self._router.worker_of(session) != worker:
+                continue
+            sampled[update.request_id] += len(update.token_ids)
+            if why := rollout.excess(update.request_id, sampled[update.request_id], update.finish_reason):
+                return why
+        return ""
+
     def on_handed_off(self, worker: str, event: HandedOff) -> None:
         """A worker offers requests to others."""
         for transfer in event.transfers:
@@ -109,13 +132,41 @@ class Collector:
         if end is not None:
             self._end_of(end)
 
+    def unserved(self, now: float, limit_s: float) -> list[tuple[str, str]]:
+        """Workers with a request that has got no token for `UNSERVED` of `limit_s`, though nothing waits there or none of its
+        requests has got any, and which request. Looks once a second."""
+        limit_s *= UNSERVED
+        if now - self._looked < LOOK_EVERY_S:
+            return []
+        self._looked, before, self._waits = now, self._waits, {}
+        stand: dict[str, list[tuple[float, str]]] = {}
+        for session, rollout in self._rollouts.items():
+            worker = self._router.worker_of(session)
+            if rollout.request_id is not None and worker in self._router.loads:
+                state = rollout.request_id, len(rollout.trajectory.token_ids)
+                *same, since = before.get(session, ("", 0, now))
+                self._waits[session] = (*state, since if tuple(same) == state else now)
+                stand.setdefault(worker, []).append((now - self._waits[session][2], rollout.request_id))
+        late = []
+        for worker, waits in stand.items():
+            (longest, request_id), shortest = max(waits), min(waits)[0]
+            if longest > limit_s and (shortest > limit_s or not self._router.loads[worker].waiting):
+                late.append((worker, f"request {request_id} has got no token there for {longest:.0f} s"))
+        return late
+
     def move(self, session: str, source: str, target: str) -> None:
         """Has a running request handed over; the router has been told whereto."""
         rollout = self._rollouts.get(session)
         if rollout is None or rollout.request_id is None or self._router.worker_of(session) != source:
             self._router.move_failed(session)
             return
+        self.handoffs.asked(session, rollout.request_id, source)
         self._send(source, HandOver(request_ids=[rollout.request_id]))
+
+    def expire(self, now: float) -> None:
+        """Time passes: what has been on its way between two workers for too long stays where it was."""
+        for end in self.handoffs.expire(now):
+            self._end_of(end)
 
     def lost(self, worker: str) -> None:
         """A worker is gone. Its requests are placed again by `requeue`; what was on its way to it stays where it was."""

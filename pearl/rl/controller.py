@@ -25,7 +25,8 @@ import zmq
 from pearl import config as configuration
 from pearl.channel import ChannelError, Server, wait
 from pearl.clock import Clock, WallClock
-from pearl.config import Config
+from pearl.config import Config, ElasticOptions
+from pearl.engine.models.config import from_folder
 from pearl.engine.tokenizer import Tokenizer
 from pearl.protocol import (
     Command,
@@ -92,13 +93,14 @@ class Controller:
         self.activity = Activity(run / trace if config.trace else None, self.clock.now())
         self.interrupted_by: int | None = None
         self.outlet: int | None = None
-        known = (run / JOIN_ADDRESS).read_text() if (run / JOIN_ADDRESS).exists() else ""
-        self.externals = Externals(self.context, config.elastic, layout.world, self.clock.now(), known)
+        self._unprepared = "prepare() was not called"
+        self._shut = ""
+        """Why workers cannot join."""
+        self.externals = self._open_door(run / JOIN_ADDRESS)
         self.cluster = Cluster(self, self.externals, Router(), self.clock.now())
         self._tokenizer: Tokenizer | None = None
         self._system_prompt = ""
         self._example: Sequence[str] = ()
-        self._unprepared = "prepare() was not called"
         self._hellos: dict[int, Hello] = {}
         self._killed: set[int] = set()
         self._ready: dict[int, Ready] = {}
@@ -110,6 +112,17 @@ class Controller:
         self._heartbeat = Heartbeat(every_s=timeouts.heartbeat_s, silence_s=timeouts.silence_s, now=self.clock.now())
 
     # ------------------------------------------------------------------------------------------------- the job
+
+    def _open_door(self, known: Path) -> Externals:
+        """Where workers may join; where nobody can, `work` says so to the ranks."""
+        options, world, now = self.config.elastic, self.layout.world, self.clock.now()
+        try:
+            length = from_folder(self.folder).max_position if options.listen else 0
+            before = known.read_text() if known.exists() else ""
+            return Externals(self.context, options, world, now, before, length)
+        except (ValueError, OSError) as error:
+            self._shut = str(error)
+            return Externals(self.context, ElasticOptions(), world, now)
 
     def prepare(self) -> None:
         """Loads what takes seconds, before anybody counts on heartbeats. What goes wrong is told by `work`, to the ranks."""
@@ -126,9 +139,9 @@ class Controller:
         """Plays the whole job and returns how it ended."""
         try:
             tokenizer, ranks = self._tokenizer, self.layout.world
-            if tokenizer is None:
+            if tokenizer is None or self._shut:
                 self.wait_for(lambda: bool(self._hellos), "timeouts.start_s", "a rank to tell")
-                raise JobFailed(f"the controller cannot start: {self._unprepared}")
+                raise JobFailed(f"the controller cannot start: {self._shut or self._unprepared}")
             self.wait_for(lambda: len(self._ready) == ranks, "timeouts.start_s", f"{ranks} ranks to be ready")
             limit = min(self._ready[rank].max_model_len for rank in self.layout.serving)
             self.collector = self._new_collector(tokenizer, limit)
@@ -173,7 +186,8 @@ class Controller:
                 example=self._example,
             )
 
-        return Collector(new_rollout, pool=self.pool, router=self.cluster.router, send=self.send_to)
+        limit_s = 2 * self.config.engine.transfer_deadline_s
+        return Collector(new_rollout, pool=self.pool, router=self.cluster.router, send=self.send_to, move_limit_s=limit_s)
 
     def _invite(self) -> None:
         """Says where external workers may join, to people and in the run directory."""
@@ -184,6 +198,9 @@ class Controller:
             fresh.write_text(self.externals.invitation + "\n")
             fresh.replace(self.run / JOIN_ADDRESS)
             self.notice(f"workers may join: python -m pearl.rl.join {self.run / JOIN_ADDRESS}")  # the token is in no log
+            if self.externals.elsewhere:
+                self.notice(self.externals.elsewhere)
+            self.cluster.invited()
 
     def end(self, stop: Stop) -> None:
         """Tells the ranks and ends the environments; never raises."""
@@ -194,6 +211,7 @@ class Controller:
                 print(error, flush=True)
         for number in self.externals.members:
             self.externals.send(number, stop)
+        self.cluster.close()
         self.externals.close()
         self.pool.close()
         self.activity.close(self.clock.now())

@@ -21,12 +21,12 @@ AGAIN_S = 1.0
 
 
 class Followers:
-    """`next_number()` numbers orders. `failed` counts fetches that did not succeed."""
+    """`next_number()` numbers orders. `failed` counts fetches that did not succeed; `announced` is the newest version."""
 
     def __init__(self, externals: Externals, router: Router, next_number: Callable[[], int]) -> None:
         self.failed = 0
         self._externals, self._router, self._next_number = externals, router, next_number
-        self._announced = self._published = -1
+        self.announced = self._published = -1
         self._roots: list[str] = []
         self._has: dict[int, int] = {}
         self._open: dict[int, tuple[int, int]] = {}
@@ -35,7 +35,7 @@ class Followers:
 
     def announce(self, version: int, roots: list[str], now: float) -> None:
         """A version is about to be at `roots` ("host:port" on the trainers' machines): fetching may begin at once."""
-        self._announced, self._roots = version, roots
+        self.announced, self._roots = version, roots
         self.turn(now)
 
     def publish(self, version: int, now: float) -> None:
@@ -50,7 +50,7 @@ class Followers:
             if member.name in self._router.loads:
                 has = self._has.get(number, -1)
                 self._router.hold(member.name, has < self._published)
-                if has < self._announced and self._is_due(number, now):
+                if has < self.announced and self._is_due(number, now):
                     behind.append(number)
         if behind:
             self._order(behind)
@@ -90,25 +90,25 @@ class Followers:
     def _is_due(self, number: int, now: float) -> bool:
         """Nothing of the announced version is under way to it, and it has rested after a failure."""
         under_way = (version for member, version in self._open.values() if member == number)
-        return max(under_way, default=-1) < self._announced and now >= self._rests_until.get(number, now)
+        return max(under_way, default=-1) < self.announced and now >= self._rests_until.get(number, now)
 
     def _order(self, numbers: list[int]) -> None:
         sources = self._planned()
         for number in numbers:
             order = Fetch(
-                number=self._next_number(), weight_version=self._announced, pulls=sources.get(number, self._roots)
+                number=self._next_number(), weight_version=self.announced, pulls=sources.get(number, self._roots)
             )
-            self._open[order.number] = number, self._announced
+            self._open[order.number] = number, self.announced
             self._externals.send(number, order)
 
     def _planned(self) -> dict[int, list[str]]:
         """Member -> whom to ask, by the tree of all that serve."""
-        places = [Place(name=root, node=root, version=self._announced, trains=True) for root in self._roots]
+        places = [Place(name=root, node=root, version=self.announced, trains=True) for root in self._roots]
         numbers = {}
         for number, member in self._externals.members.items():
             where = member.ready.pulls if member.ready is not None else ""
             if where and where not in self._roots and where not in numbers and name_of(number) in self._router.loads:
-                has = min(self._has.get(number, -1), self._announced)
+                has = min(self._has.get(number, -1), self.announced)
                 places.append(Place(name=where, node=where, version=has))
                 numbers[where] = number
         plan = plan_fanout(places)

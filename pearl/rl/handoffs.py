@@ -3,8 +3,8 @@
 Owns which offer waits for whose answer. Who goes on with a request is the router's choice; the KV itself never comes by here.
 An offer asks for room before anything moves: who has none refuses it, the next one is asked, and where nobody has any the
 request goes on at its source. So nobody holds room while waiting for room elsewhere, and full pools cannot block each other.
-Invariant: whatever becomes of either side, a request is with exactly one of them afterwards, or its session is placed again;
-what both would say of it counts once.
+Invariants: whatever becomes of either side, a request is with exactly one of them afterwards, or its session is placed again;
+what both would say of it counts once; nothing is on its way for longer than `limit_s`.
 """
 
 from __future__ import annotations
@@ -31,24 +31,62 @@ class _Move:
     """The source went on with it meanwhile."""
     aborted: TokenUpdate | None = None
     """What the source said when it had to stop: counts if the target does not take it."""
+    since: float | None = None
+    """When time was first looked at."""
 
 
 class HandOffs:
     """`send(worker, message)` reaches a member; `has(worker, request_id)`: whether that request is awaited, and from there.
 
-    `counts`: offered, taken, refused, nobody (to take it), doubled (offers), unknown (answers).
+    `limit_s`: after so long source and target have given up by themselves, if they are sound (their own deadline is shorter).
+    `counts`: offered, taken, refused, nobody (to take it), doubled (offers), unknown (answers), overdue, unoffered (moves that
+    were asked for).
     """
 
-    def __init__(self, router: Router, send: Callable[[str, Any], None], has: Callable[[str, str], bool]) -> None:
+    def __init__(
+        self, router: Router, send: Callable[[str, Any], None], has: Callable[[str, str], bool], limit_s: float
+    ) -> None:
         self.counts: Counter[str] = Counter()
+        self._limit_s = limit_s
         self._router, self._send, self._has = router, send, has
         self._moves: dict[str, _Move] = {}
         self._of: dict[str, str] = {}
         """Request -> the transfer by which it is on its way."""
+        self._asked: dict[str, tuple[str, str, float | None]] = {}
+        """Session -> who was asked to offer which request, and since when."""
 
     @property
     def under_way(self) -> int:
         return len(self._moves)
+
+    def asked(self, session: str, request_id: str, source: str) -> None:
+        """A member was asked to offer a running request of its own."""
+        self._asked[session] = (source, request_id, None)
+
+    def expire(self, now: float) -> list[TokenUpdate]:
+        """Time passes: ends what has been on its way for too long. Ends of requests that now count."""
+        for session, (source, request_id, since) in list(self._asked.items()):
+            if not self._has(source, request_id):
+                del self._asked[session]  # it has ended meanwhile
+            elif since is None:
+                self._asked[session] = (source, request_id, now)
+            elif now - since > self._limit_s:
+                del self._asked[session]
+                self.counts["unoffered"] += 1
+                self._router.move_failed(session)
+        ends = []
+        for transfer_id, move in list(self._moves.items()):
+            move.since = now if move.since is None else move.since
+            if now - move.since > self._limit_s:
+                self.counts["overdue"] += 1
+                self._close(transfer_id)
+                if move.taken:
+                    self._send(move.source, FinishExport(transfer_id=transfer_id, ok=True))
+                    continue
+                self._let_go(move.target, move.transfer.request_id)  # should it have it, nobody was told
+                self._stays(move.session, move.source, transfer_id, move.transfer.request_id)
+                ends += [move.aborted] if move.aborted is not None else []
+        return ends
 
     def offered(self, source: str, session: str, transfer: KVTransfer) -> None:
         """A member offers a request: it goes to whom the router says, or stays. What nobody awaits from there is ended."""
@@ -56,13 +94,14 @@ class HandOffs:
             self.counts["doubled"] += 1
             return
         self.counts["offered"] += 1
+        self._asked.pop(session, None)
         if not self._has(source, transfer.request_id):
             self._send(source, Abort(request_ids=[transfer.request_id]))
             return
         target = self._router.taker(session, source)
         if target is None:
             self.counts["nobody"] += 1
-            self._stays(session, source, transfer.transfer_id)
+            self._stays(session, source, transfer.transfer_id, transfer.request_id)
             return
         move = _Move(session=session, source=source, target=target, transfer=transfer)
         self._moves[transfer.transfer_id], self._of[transfer.request_id] = move, transfer.transfer_id
@@ -73,8 +112,8 @@ class HandOffs:
         move = self._moves.get(event.transfer_id)
         if move is None or move.target != target:
             self.counts["unknown"] += 1
-            if event.ok and not self._has(target, event.request_id):
-                self._send(target, Abort(request_ids=[event.request_id]))
+            if event.ok:
+                self._let_go(target, event.request_id)
             return None
         if move.taken:
             if event.arrived:
@@ -83,14 +122,14 @@ class HandOffs:
             return None
         if move.lapsed and event.ok:
             self._close(event.transfer_id)
-            self._send(target, Abort(request_ids=[event.request_id]))
+            self._let_go(target, move.transfer.request_id)
             return None
         if not event.ok:
             self.counts["refused"] += 1
             if self._asks_next(move):
                 return None
             self._close(event.transfer_id)
-            self._stays(move.session, move.source, event.transfer_id)
+            self._stays(move.session, move.source, event.transfer_id, move.transfer.request_id)
             return move.aborted
         self.counts["taken"] += 1
         self._router.handed_over(move.session, target)
@@ -137,7 +176,7 @@ class HandOffs:
                 if move.taken:
                     self._send(move.source, FinishExport(transfer_id=transfer_id, ok=True))
                     continue
-                self._stays(move.session, move.source, transfer_id)
+                self._stays(move.session, move.source, transfer_id, move.transfer.request_id)
                 ends += [move.aborted] if move.aborted is not None else []
         return ends
 
@@ -152,9 +191,14 @@ class HandOffs:
         self._send(target, TakeOver(transfer=move.transfer))
         return True
 
-    def _stays(self, session: str, source: str, transfer_id: str) -> None:
-        self._router.handed_over(session, source)
+    def _stays(self, session: str, source: str, transfer_id: str, request_id: str) -> None:
+        if self._has(source, request_id):  # else it has ended there meanwhile, and the session may be anywhere
+            self._router.handed_over(session, source)
         self._send(source, FinishExport(transfer_id=transfer_id, ok=False))
+
+    def _let_go(self, worker: str, request_id: str) -> None:
+        if not self._has(worker, request_id):
+            self._send(worker, Abort(request_ids=[request_id]))
 
     def _close(self, transfer_id: str) -> _Move:
         move = self._moves.pop(transfer_id)

@@ -2,7 +2,8 @@
 
 Owns the worker's life: asking to be let in, building an engine when the job wants one, the main loop, leaving, and looking for
 a job that vanished. What it serves, and how, the job says. Invariants: its end costs the job nothing but itself; it ends within
-its notice after a signal; a job that is not heard of for `elastic.reconnect_s` ends it.
+its notice after a signal; a job that is not heard of for `elastic.reconnect_s` ends it, and so does a main loop that hangs for
+`elastic.stuck_s`.
 
 Exit codes: 0 the job ended well, or the worker left in order; 1 the job refused it, or vanished; 2 for a wrong command line.
 torch is loaded only if the job has devices.
@@ -96,7 +97,8 @@ class External:
     def _serve(self, link: Link, joined: Joined) -> int | None:
         """The exit code, or None if the job has vanished."""
         config = configuration.from_json(joined.config)
-        self._options, self._rank, link.silence_s = config.elastic, joined.rank, config.elastic.silence_s
+        self._options, self._rank = config.elastic, joined.rank
+        link.silence_s, link.stuck_s = config.elastic.silence_s, config.elastic.stuck_s
         _say(f"joined as member {joined.rank}")
         order = _first_order(link, joined.rank)
         if isinstance(order, Stop):
@@ -123,6 +125,7 @@ class External:
                 fetcher=parts.fetcher,
                 block_size=config.engine.block_size,
             )
+            link.watch()
             code = loop.run()
         if loop.traceback:
             print(loop.traceback, file=sys.stderr, flush=True)

@@ -81,7 +81,6 @@ class Launch:
         self.run_directory = Path()  # nowhere yet
         self.lock: RunLock | None = None
         self.controller: subprocess.Popen | None = None
-        self.availability: subprocess.Popen | None = None
         self.control: ControlThread | None = None
         self.closing = threading.Lock()
         self.watch = StartWatch(
@@ -105,7 +104,6 @@ class Launch:
             address_fd = self._lead() if self.rank == 0 else None
             loop = self._build(address_fd)
             self.watch.end()
-            self._play_trace()
             self._say(f"ready after {time.monotonic() - self.started:.1f} s: {self._who()}")
             code = loop.run()
             self._log(loop.traceback)
@@ -204,12 +202,6 @@ class Launch:
             block_size=self.config.engine.block_size,
         )
 
-    def _play_trace(self) -> None:
-        """External workers of this machine that come and go by a file."""
-        if self.rank == 0 and self.config.elastic.trace:
-            command = [sys.executable, "-m", "pearl.rl.availability", str(self.run_directory), str(os.getpid())]
-            self.availability = process.start(command, self.run_directory / "logs" / "availability.log")
-
     def _meet(self) -> Any:
         """A store of what rank 0 tells the others: WORLD's, or without devices that of pipes from the launcher."""
         timeouts = self.config.timeouts
@@ -275,9 +267,6 @@ class Launch:
             process.leave(code)
 
     def _close(self, code: int, ending: str) -> None:
-        if self.availability is not None:
-            self.availability.kill()
-            self.availability.wait()
         if self.control is not None:
             self.control.close()
         if self.controller is not None:

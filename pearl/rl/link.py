@@ -2,18 +2,21 @@
 
 Owns the worker's socket and the watch over the job's silence. It does not interpret orders: they go into `inbox` in the order
 of arrival. Invariants: a link is for one membership, under a name that nobody can guess; once it is lost it stays so, and the
-main loop is told by a `Stop`; no wait is without a limit. Torch-free.
+main loop is told by a `Stop`; no wait is without a limit; a main loop that comes by no more ends the process. Torch-free.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import faulthandler
+import math
 import os
 import queue
 import re
 import secrets
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -21,14 +24,17 @@ from dataclasses import dataclass
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from pearl.channel import ChannelError, Client
 from pearl.protocol import Event, Join, Joined, Notice, Ping, Pong, Refused, Status, StepReport, Stop, ToRank
+from pearl.rl.door import client_options
 from pearl.rl.heartbeat import LONGEST_GAP_S
 
 POLL_MS = 200
 ASK_EVERY_S = 2.0
 """How often it is asked to be let in: what was asked before the job was there may be lost."""
+ARM_EVERY_S = 1.0
 EXIT_LOST = 75
 """Of the `Stop` with which a link says that the job is not heard of any more (EX_TEMPFAIL of sysexits.h)."""
 
@@ -44,7 +50,7 @@ class Address:
     @classmethod
     def parse(cls, text: str) -> Address:
         """ValueError says what it should look like."""
-        found = re.fullmatch(r"(?:tcp://)?([^\s/:]+):(\d{1,5})/(\w+)", text.strip())
+        found = re.fullmatch(r"(?:tcp://)?([^\s/:]+):(\d{1,5})/(\w{1,200})", text.strip())
         if found is None or not 0 < int(found[2]) < 65536:
             raise ValueError(f"ADDRESS {text!r}: must be HOST:PORT/TOKEN, as the job prints it")
         return cls(host=found[1], port=int(found[2]), token=found[3])
@@ -60,7 +66,12 @@ class Address:
 
 
 class Link(threading.Thread):
-    """`answer` says how asking went, once it went; `take` and `send` are what a `RankLoop` needs."""
+    """`answer` says how asking went, once it went; `take` and `send` are what a `RankLoop` needs.
+
+    From `watch` on the process ends with exit code 1 once nobody has called `take` for `stuck_s` in which it ran itself
+    (the job has given it up by then), or once not even this thread has run for so long: a library holds the interpreter, or the
+    process was stopped. Who is told to end, or has lost the job, is watched too.
+    """
 
     def __init__(self, address: Address, silence_s: float, gpus: list[str]) -> None:
         super().__init__(name="link", daemon=True)
@@ -70,7 +81,7 @@ class Link(threading.Thread):
         self.lost = ""
         """Why the job is not heard of any more."""
         self._address, self.silence_s = address, silence_s
-        self._join = Join(token=address.token, pid=os.getpid(), host=socket.gethostname(), gpus=gpus)
+        self._join = Join(pid=os.getpid(), host=socket.gethostname(), gpus=gpus)
         self._outbox: collections.deque[bytes] = collections.deque()
         self._encoder = msgspec.msgpack.Encoder()
         self._wake_reader, self._wake_writer = os.pipe()
@@ -78,6 +89,11 @@ class Link(threading.Thread):
         os.set_blocking(self._wake_reader, False)
         self._closing = threading.Event()
         self._lock = threading.Lock()
+        self.stuck_s = math.inf
+        self._watched = False
+        self._away_s = 0.0
+        """For how long `take` has not been called."""
+        self._armed = -math.inf
 
     # ------------------------------------------------------------------------------------------------ other threads
 
@@ -89,12 +105,24 @@ class Link(threading.Thread):
 
     def take(self, timeout_s: float) -> list:
         """What has arrived for the main loop; waits up to `timeout_s` for the first of it."""
+        self._away_s = 0.0
         messages = []
         with contextlib.suppress(queue.Empty):
             messages.append(self.inbox.get(timeout=timeout_s) if timeout_s > 0 else self.inbox.get_nowait())
             while True:
                 messages.append(self.inbox.get_nowait())
         return messages
+
+    def watch(self) -> None:
+        """From now on the main loop has to come by at least every `stuck_s`."""
+        self._away_s, self._watched = 0.0, True
+        self._arm()
+
+    def _arm(self) -> None:
+        """A thread that needs no interpreter ends the process if this is not called again in time."""
+        self._armed = time.monotonic()
+        if self.stuck_s < math.inf:
+            faulthandler.dump_traceback_later(self.stuck_s, exit=True)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Sends what is queued and ends the thread."""
@@ -117,13 +145,22 @@ class Link(threading.Thread):
         except Exception as error:  # a fault of ours: the worker must not wait for ever
             traceback.print_exc()
             self._lose(f"{type(error).__name__}: {error}")
+        last = time.monotonic()
+        while not self._closing.wait(POLL_MS / 1000):
+            now = time.monotonic()
+            self._pass_time(now, min(now - last, LONGEST_GAP_S))
+            last = now
+        if self._watched:
+            faulthandler.cancel_dump_traceback_later()
 
     def _run(self) -> None:
         context = zmq.Context()
-        client = Client(context, f"tcp://{self._address.host}:{self._address.port}", secrets.token_hex(16), ToRank)
+        where = f"tcp://{self._address.host}:{self._address.port}"
+        client = Client(context, where, secrets.token_hex(16), ToRank, options=client_options(self._address.token))
+        refusals = client.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         poller = zmq.Poller()
-        poller.register(client.socket, zmq.POLLIN)
-        poller.register(self._wake_reader, zmq.POLLIN)
+        for end in (client.socket, self._wake_reader, refusals):
+            poller.register(end, zmq.POLLIN)
         last, silence, asked = time.monotonic(), 0.0, -ASK_EVERY_S
         while not self._closing.is_set() and not self.lost:
             now = time.monotonic()
@@ -133,15 +170,39 @@ class Link(threading.Thread):
             ready = dict(poller.poll(POLL_MS))
             if self._wake_reader in ready:
                 os.read(self._wake_reader, 65536)
+            if refusals in ready:
+                self._refused(refusals)
             now = time.monotonic()
             gap, last = min(now - last, LONGEST_GAP_S), now
             silence = 0.0 if client.socket in ready and self._receive(client) else silence + gap
             if silence > self.silence_s:
                 self._lose(f"the job was silent for {self.silence_s:g} s")
             self._flush(client)
+            self._pass_time(now, gap)
         self._flush(client)
+        client.socket.disable_monitor()
+        refusals.close(0)
         client.socket.close(linger=0 if self.lost else 1000)
         context.term()
+
+    def _refused(self, monitor: zmq.Socket) -> None:
+        """The door stays shut: nobody there will ever answer."""
+        recv_monitor_message(monitor)
+        if self.answer is None:
+            self.answer = Refused(reason="the token is not that of this job")
+            self.answered.set()
+
+    def _pass_time(self, now: float, gap: float) -> None:
+        """Looks after the main loop, which may hang in a step, or while it should end."""
+        if not self._watched:
+            return
+        self._away_s += gap
+        if now - self._armed >= ARM_EVERY_S:
+            self._arm()
+        if self._away_s > self.stuck_s:
+            sys.stderr.write(f"pearl join: its main loop has done nothing for elastic.stuck_s={self.stuck_s:g} s\n")
+            faulthandler.dump_traceback()
+            os._exit(1)
 
     def _receive(self, client: Client) -> bool:
         messages = client.receive()
@@ -160,11 +221,14 @@ class Link(threading.Thread):
                 case StepReport() | Status() | Notice():
                     continue
                 case _:
+                    if isinstance(message, Stop):
+                        self.watch()
                     self.inbox.put(message)
         return bool(messages)
 
     def _lose(self, reason: str) -> None:
         self.lost = self.lost or reason
+        self.watch()
         self.answered.set()
         self.inbox.put(Stop(number=-1, reason=self.lost, exit_code=EXIT_LOST))
 

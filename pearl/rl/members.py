@@ -2,7 +2,8 @@
 
 Owns the numbers, under which peer each is reached, and for external workers their own socket and heartbeat. It decides
 nothing. Invariants: a number is given once in the life of a job; a message counts only from the peer whose number it carries,
-everything else (strangers, those that are gone, what cannot be read) is dropped and counted, and never an error.
+everything else (strangers, those that are gone, what cannot be read) is dropped and counted, and never an error; one turn
+takes in no more than `PER_TURN` messages, whatever waits.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ import zmq
 
 from pearl.channel import ChannelError, Server
 from pearl.config import ElasticOptions
-from pearl.protocol import Event, Join, Ping, Pong, Ready, Refused, Report, ToController
+from pearl.protocol import Event, Failed, Join, Ping, Pong, Ready, Refused, Report, ToController
+from pearl.rl.door import Doorkeeper, largest_message, server_options
 from pearl.rl.heartbeat import Heartbeat
 
 PREFIX = "rank"
 PREPARING = 6.0
 """Who builds its engine, and so has no requests that could wait for it, may be silent this many times as long."""
+PER_TURN = 1000
+"""Messages that are taken in at once; WORLD's own are not to wait for more."""
 
 
 def name_of(number: int) -> str:
@@ -56,13 +60,21 @@ class Externals:
     """The external workers of a job. Without `options.listen` there are none, and nothing is bound.
 
     `address` is the socket's, `invitation` what a worker is given, "HOST:PORT/TOKEN"; one of before (`known`) is kept, so that
-    workers find a resumed job again. `dropped` counts messages by reason.
+    workers find a resumed job again; if its port is taken by now, `elsewhere` says so. `max_model_len` bounds what one message
+    may hold. `dropped` counts messages by reason ("bad_token": attempts to get in). ValueError if nobody can join at `listen`.
     """
 
-    def __init__(self, context: zmq.Context, options: ElasticOptions, first: int, now: float, known: str = "") -> None:
+    def __init__(
+        self, context: zmq.Context, options: ElasticOptions, first: int, now: float, known: str = "", max_model_len: int = 0
+    ) -> None:
         where, _, token = known.strip().partition("/")
         self.token = token or secrets.token_hex(16)
-        self.server = _listen(context, options.listen, where) if options.listen else None
+        self._largest = largest_message(max_model_len)
+        self.elsewhere = ""
+        """Why workers of before will not find this job."""
+        self._keeper = Doorkeeper(context, self.token) if options.listen else None
+        self.server: Server | None = None
+        self.server = self._listen(context, options.listen, where) if options.listen else None
         self.address = self.server.address if self.server else ""
         self.invitation = f"{_reachable(self.address)}/{self.token}" if self.server else ""
         self.members: dict[int, Member] = {}
@@ -77,15 +89,16 @@ class Externals:
         """Of the main loops of those that serve; pings are answered by a thread of its own."""
 
     @property
-    def ends(self) -> list[Server]:
-        return [self.server] if self.server else []
+    def ends(self) -> list[Server | zmq.Socket]:
+        return [self.server, self._keeper.socket] if self.server and self._keeper else []
 
     def receive(self) -> list[Event]:
         """What has arrived of members; who asks to join is in `joins` afterwards."""
-        if self.server is None:
+        if self.server is None or self._keeper is None:
             return []
+        self._keeper.answer()
         events: list[Event] = []
-        for peer, message in self.server.receive():
+        for peer, message in self.server.receive(PER_TURN):
             number = self._numbers.get(peer)
             if isinstance(message, Join):
                 self._asked(peer, message)
@@ -100,7 +113,16 @@ class Externals:
                     self._loops.heard(number)
                 events.append(message)
         self.dropped["unreadable"], self.server.rejected = self.dropped["unreadable"] + self.server.rejected, 0
-        return events
+        self.dropped["bad_token"] = self._keeper.refused
+        return events + self._oversized(self.server)
+
+    def _oversized(self, server: Server) -> list[Event]:
+        """Who says more than there can be to say has failed."""
+        sizes, server.oversized = server.oversized, []
+        self.dropped["too_large"] += len(sizes)
+        named = [(self._numbers.get(peer), size) for peer, size in sizes]
+        why = "it sent a message of {} bytes: at most {} are possible"
+        return [Failed(rank=one, error=why.format(size, self._largest)) for one, size in named if one is not None]
 
     def admit(self, peer: str, join: Join, now: float) -> Member:
         """Gives the worker a number, for good; from now on it is watched."""
@@ -155,25 +177,29 @@ class Externals:
     def close(self) -> None:
         if self.server is not None:
             self.server.socket.close(linger=1000)
+        if self._keeper is not None:
+            self._keeper.close()
 
     def _asked(self, peer: str, join: Join) -> None:
-        if not secrets.compare_digest(join.token.encode(), self.token.encode()):  # of text it takes ASCII only
-            self.dropped["bad_token"] += 1
-            self.tell(peer, Refused(reason="the token is not that of this job"))
-        elif peer in self._numbers or any(peer == other for other, _ in self.joins):
+        if peer in self._numbers or any(peer == other for other, _ in self.joins):
             self.dropped["doubled"] += 1
         else:
             self.joins.append((peer, join))
 
-
-def _listen(context: zmq.Context, listen: str, before: str) -> Server:
-    """Where it was before, if that is free and nothing else was asked for."""
-    host, _, port = listen.rpartition(":")
-    old = before.rpartition(":")[2]
-    if port == "0" and old.isdecimal():
-        with contextlib.suppress(zmq.ZMQError):
-            return Server(context, f"tcp://{host}:{old}", ToController)
-    return Server(context, f"tcp://{listen}", ToController)
+    def _listen(self, context: zmq.Context, listen: str, before: str) -> Server:
+        """Where it was before, if that is free and nothing else was asked for."""
+        host, _, port = listen.rpartition(":")
+        old = before.rpartition(":")[2]
+        options = server_options(self._largest)
+        if port == "0" and old.isdecimal():
+            with contextlib.suppress(zmq.ZMQError):
+                return Server(context, f"tcp://{host}:{old}", ToController, options=options, largest=self._largest)
+            self.elsewhere = f"port {old}, where workers of before look for this job, is taken: they will not find it"
+        try:
+            return Server(context, f"tcp://{listen}", ToController, options=options, largest=self._largest)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ValueError(f"elastic.listen={listen}: workers cannot join there: {error}") from error
 
 
 def _reachable(address: str) -> str:

@@ -89,6 +89,16 @@ class Rollout:
             return None
         return self._begin_turn()
 
+    def excess(self, request_id: str, sampled: int, finish_reason: str | None) -> str:
+        """Why so many more tokens with such an end cannot be the answer to what was asked; "" if they can, or nobody asks."""
+        if self.phase != "generating" or request_id != self.request_id:
+            return ""
+        if sampled > self._budget():
+            return f"request {request_id}: {sampled} more tokens came, {self._budget()} were asked for"
+        if finish_reason in ("stop", "length") and len(self.trajectory.token_ids) + sampled == self._turn_start:
+            return f"request {request_id}: it ended by {finish_reason!r} without a token"
+        return ""
+
     def on_update(self, update: TokenUpdate) -> str | None:
         """Takes sampled tokens; returns the turn's text when the turn is complete (it goes to the environment)."""
         if self.phase != "generating" or update.request_id != self.request_id:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import random
+import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -218,6 +220,37 @@ def test_what_cannot_be_had_once_is_not_tried_again(way: str, monkeypatch: pytes
     monkeypatch.setattr(regions, "lives", lambda address: False)
     receiver.poll()
     assert receiver.refusal(transfer, target) is None
+
+
+@pytest.mark.parametrize(("code", "passes"), [(errno.EMFILE, True), (errno.ENOMEM, True), (errno.EPERM, False)])
+def test_what_may_pass_is_tried_again_after_a_while(code: int, passes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    address, _door, _ = own()
+    opened = OpenRegions(lambda *file: MappedFile(*file[:2]))
+    now = [1000.0]
+    monkeypatch.setattr(regions, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with monkeypatch.context() as denied:
+        denied.setattr(regions, "take_file", lambda pid, file: (_ for _ in ()).throw(OSError(code, os.strerror(code))))
+        with pytest.raises(RuntimeError, match="cannot be had"):
+            opened.find(address, 0)
+    assert opened.failures == 1 and os.strerror(code) in str(opened.refusal(address))
+    now[0] += regions.AGAIN_S
+    assert (opened.refusal(address) is None) == passes
+    assert opened.place(opened.find(address, 0)) > 0
+
+
+def test_without_a_descriptor_left_a_region_is_had_later() -> None:
+    address, _door, _ = own()
+    opened = OpenRegions(lambda *file: MappedFile(*file[:2]))
+    opened._mappings.words(address.words)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        with pytest.raises(RuntimeError, match="Too many open files"):
+            opened.find(address, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert opened.failures == 1 and opened.refusal(address)
+    assert opened.place(opened.find(address, 0)) > 0
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(-512, None), (1 << 40, None), (0, 1 << 40)])

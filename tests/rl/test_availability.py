@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
+import socket
+import time
 from pathlib import Path
 
 import pytest
 
 from bench.elastic_job import ElasticJob
-from pearl.rl.availability import Nodes
+from pearl.config import ElasticOptions
+from pearl.rl.availability import Availability, Nodes, Player
 from pearl.sched.sim.availability import NodeChange
 
 
@@ -57,6 +63,75 @@ def test_a_node_that_comes_again_while_its_worker_leaves_gets_another() -> None:
     assert nodes.starts() == []
     nodes.ended("a")
     assert nodes.starts() == ["a"]
+
+
+def test_the_end_of_the_player_is_said_once(tmp_path: Path) -> None:
+    """Of a run without settings it can make nothing."""
+    player = Player(tmp_path)
+    said: list[str] = []
+    deadline = time.monotonic() + 60
+    while not said:
+        assert time.monotonic() < deadline, "it has not ended"
+        said += filter(None, [player.ended()])
+    assert "ended with exit code 1" in said[0] and "availability.log" in said[0]
+    assert player.over and not player.ended()
+    player.close()
+
+
+def test_a_node_for_which_there_is_no_room_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Availability(tmp_path, [change("a"), change("b")], ElasticOptions())
+    tried: list[str] = []
+
+    def start(node: str) -> None:
+        tried.append(node)
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr(played, "_start", start)
+    played._turn(0.0)
+    played._turn(1.0)
+    assert tried == ["a", "b"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("required", [False, True])
+def test_a_player_that_is_killed_costs_its_workers_or_the_job_if_asked(tmp_path: Path, required: bool) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("0,add,n1\n")
+    with ElasticJob.begin(tmp_path, "max_steps=400", f"elastic.trace={trace}", f"elastic.trace_required={required}") as job:
+        job.serving(1)
+        [player] = [pid for pid, role in job.family().items() if role == "availability"]
+        os.kill(player, signal.SIGKILL)
+        if required:
+            assert job.wait_until_gone(60) is not None, job.family()
+            assert job.process.wait() == 1 and "the player of elastic.trace ended with exit code -9" in job.output()
+            return
+        job.wait_for("the job goes on without its workers", 60)
+        job.wait_for("is gone: silent", 60)
+        job.step(1)
+        assert job.rows()[-1]["trace_ended"] == 1
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait_until_gone(60) is not None and job.process.wait() == 130
+
+
+@pytest.mark.slow
+def test_a_resumed_job_whose_port_is_taken_says_so_and_plays_on(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("0,add,n1\n")
+    with ElasticJob.begin(tmp_path, "max_steps=400", "save_steps=1", f"elastic.trace={trace}") as job:
+        job.serving(1)
+        port = int(job.address().rpartition(":")[2].partition("/")[0])
+        job.step(2)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait_until_gone(60) is not None
+        with socket.create_server(("127.0.0.1", port)):
+            with ElasticJob.begin(tmp_path, "max_steps=400", resume=job.run) as again:
+                again.wait_for(f"port {port}, where workers of before look for this job, is taken", 60)
+                again.wait_for(" joined from ", 60)
+                again.process.send_signal(signal.SIGINT)
+                assert again.wait_until_gone(60) is not None
+            with ElasticJob.begin(tmp_path, f"elastic.listen=127.0.0.1:{port}", resume=job.run) as refused:
+                assert refused.process.wait(60) == 1
+                assert "workers cannot join there" in refused.output()
 
 
 @pytest.mark.slow

@@ -4,15 +4,18 @@ alone gives it, each once, and nothing is left behind."""
 from __future__ import annotations
 
 import dataclasses
+import random
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
-from cluster_cases import Town
+from cluster_cases import LONGEST, Town
 from engine_cases import model
 
 from pearl.config import ExpandSettings
 from pearl.metrics.jsonl import read_jsonl
-from pearl.protocol import Done, Failed, Leaving, Ready, Report, TakenOver, Tokens, TokenUpdate
+from pearl.protocol import Done, Failed, HandedOff, Leaving, Ready, Report, TakenOver, Tokens, TokenUpdate
 from pearl.rl.types import Group
 
 EPISODES = 24
@@ -251,6 +254,99 @@ def test_an_external_worker_whose_tokens_cannot_be_true_is_sent_away(folder: Pat
     town.cluster.take_external(event, town.clock.now())
     assert number not in town.externals.members and "request 0/0" in town.notices[-1]
     assert town.collector.counts["generated_tokens"] == 0
+
+
+def test_an_external_worker_that_keeps_a_request_for_ever_is_let_go_and_the_request_goes_on(
+    folder: Path, wanted: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """It lives, serves others, and says that nothing waits; the job's own limit would end the job."""
+    town = Town(tmp_path, folder, serving=1, seed=20)
+    town.scheduler.settings = dataclasses.replace(town.scheduler.settings, expand=ExpandSettings(external="always"))
+    number = town.join()
+    town.until(lambda: f"rank{number}" in town.cluster.router.loads)
+    town.start(EPISODES)
+    town.until(lambda: any(town.cluster.router.worker_of(str(name)) == f"rank{number}" for name in range(EPISODES)))
+    hear = town._hear
+    town._hear = lambda event: hear(event) if not (isinstance(event, Tokens) and event.rank == number) else None
+    limit = town.config.rollout.request_timeout_s
+    town.until(lambda: not town.collector.at_engine or all(
+        town.cluster.router.worker_of(name) == f"rank{number}" for name in list(town.collector._rollouts)
+    ))  # fmt: skip
+    began = town.clock.now()
+    while number in town.externals.members:
+        town.clock.advance(1.0)
+        town.turn()
+        assert town.clock.now() - began < limit, "the job would have ended"
+    assert "has got no token there" in town.notices[-1]
+    town.stopped.add(number)
+    assert town.play() == wanted
+
+
+NUMBERS = (-1, 0, 1, 7, 10**12, -(10**12), 0.5, float("nan"), float("inf"))
+
+
+def lie(event: Any, rng: random.Random) -> Any:
+    """The event with one of its fields, or of its updates', replaced by anything that can be encoded."""
+    if isinstance(event, Tokens) and event.updates and rng.random() < 0.7:
+        place = rng.randrange(len(event.updates))
+        updates = list(event.updates)
+        updates[place] = lie(updates[place], rng)
+        return msgspec.structs.replace(event, updates=updates)
+    if isinstance(event, HandedOff) and event.transfers and rng.random() < 0.7:
+        return msgspec.structs.replace(event, transfers=[lie(one, rng) for one in event.transfers] * rng.choice((1, 2)))
+    name = rng.choice([name for name in event.__struct_fields__ if name != "rank"] or ["rank"])
+    value: Any = getattr(event, name)
+    match value:
+        case bool():
+            value = not value
+        case int() | float():
+            value = rng.choice(NUMBERS)
+        case str():
+            value = rng.choice(["", "0/0", "1/0.7", "no/such/request", "x" * 999, value + "/9"])
+        case list():
+            value = rng.choice([[], value + value, value[:-1], value[::-1]])
+        case None:
+            value = rng.choice(["error", "stop", "abort", "length"])
+    changed = msgspec.structs.replace(event, **{name: value})
+    try:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(changed), type=type(event))
+    except msgspec.ValidationError:  # it would be counted as unreadable
+        return event
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_an_external_worker_says_the_job_goes_on_and_its_books_are_right(
+    folder: Path, tmp_path: Path, seed: int
+) -> None:
+    mode, ratio = (("mixed", "auto"), ("split", "1:1"))[seed % 2]
+    town = Town(tmp_path, folder, serving=2, mode=mode, ratio=ratio, seed=seed)
+    town.scheduler.settings = dataclasses.replace(town.scheduler.settings, expand=ExpandSettings(external="always"))
+    rng, hear, lies = random.Random(seed), town._hear, []
+
+    def misheard(event: Any) -> None:
+        if event.rank >= town.layout.world and rng.random() < 0.1:
+            event = lie(event, rng)
+            lies.append(event)
+        hear(event)
+
+    town._hear = misheard
+    town.start(EPISODES)
+    joined, turns = 0, 0
+    while len(town.ended) < EPISODES:
+        members = list(town.externals.members)
+        if joined < 12 and len(members) < 2:
+            town.join()
+            joined += 1
+        town.stopped |= {number for number in town.loops if number >= town.layout.world and number not in members}
+        if turns > 10_000:  # what is waited for may never come: then time is all that helps
+            town.clock.advance(1.0)
+        town.turn()
+        turns += 1
+        assert turns < 60_000 and not town.failures, (town.status(), lies[-5:])
+        assert town.collector.token_books()["lost_tokens"] == 0
+    for trajectory in town.ended.values():
+        assert len(trajectory.token_ids) <= LONGEST and all(0 < turn.num_sampled <= 9 for turn in trajectory.turns)
+    assert len(lies) > 5
 
 
 def test_what_was_counted_before_a_resume_is_not_measured_again(folder: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class Stage:
 
     def serve(self, pulls: str = "") -> int:
         """Another worker that serves."""
-        member = self.externals.admit(f"peer{len(self.externals.members)}", Join(token="", pid=1, host="h"), 0.0)
+        member = self.externals.admit(f"peer{len(self.externals.members)}", Join(pid=1, host="h"), 0.0)
         self.externals.prepared(member.number, Ready(rank=member.number, max_model_len=64, pulls=pulls))
         self.router.add_worker(member.name)
         return member.number

@@ -56,7 +56,7 @@ class Stage:
             self.router.add_worker(name, Role.DECODE)
         self.sent: list[tuple[str, Any]] = []
         self.wanted = True
-        self.moves = HandOffs(self.router, lambda worker, message: self.sent.append((worker, message)), self.has)
+        self.moves = HandOffs(self.router, lambda worker, message: self.sent.append((worker, message)), self.has, 60.0)
         assert self.router.place("s", 10) == "p" or not decoders
         self.target = self.router.decode_target("s")
 
@@ -264,7 +264,7 @@ class Pools:
             self.members[name] = Serving(rank, engine, lambda event, name=name: self.events.append((name, event)))  # type: ignore[misc]
             self.members[name].active = True
             self.router.add_worker(name, role)
-        self.moves = HandOffs(self.router, lambda name, message: self.members[name].take(message), self.has)
+        self.moves = HandOffs(self.router, lambda name, message: self.members[name].take(message), self.has, 60.0)
 
     def has(self, worker: str, request_id: str) -> bool:
         return request_id in self.live and self.router.worker_of(request_id) == worker
@@ -317,3 +317,60 @@ def test_full_pools_on_either_side_block_nobody(blocks: dict[str, int]) -> None:
     for member in pools.members.values():
         member.engine.check_integrity()  # type: ignore[attr-defined]
         assert member.engine.stats().leased_blocks == 0
+
+
+def test_an_offer_that_nobody_answers_stays_where_it_was_after_a_while() -> None:
+    stage = Stage()
+    target = stage.offer()
+    assert stage.moves.expire(0.0) == [] and stage.moves.expire(60.0) == [] and not stage.take()
+    assert stage.moves.expire(60.1) == []
+    assert stage.take() == [(target, Abort(request_ids=["s/0"])), ("p", KEPT)]
+    assert stage.moves.under_way == 0 and stage.moves.counts["overdue"] == 1 and stage.router.worker_of("s") == "p"
+    assert stage.answer(target, ok=True) is None  # too late
+    assert stage.take() == [(target, Abort(request_ids=["s/0"]))]
+
+
+def test_kv_that_never_arrives_is_no_longer_kept_at_its_source() -> None:
+    stage = Stage()
+    target = stage.offer()
+    stage.answer(target, ok=True, arrived=False)
+    stage.take()
+    stage.moves.expire(0.0)
+    stage.moves.expire(61.0)
+    assert stage.take() == [("p", ACCEPTED)] and stage.router.worker_of("s") == target
+
+
+def test_the_end_of_a_source_counts_once_nobody_answers_its_offer() -> None:
+    stage = Stage()
+    stage.offer()
+    assert not stage.moves.heard("p", ABORT)
+    stage.moves.expire(0.0)
+    assert stage.moves.expire(61.0) == [ABORT]
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_an_answer_to_what_is_over_leaves_the_session_s_next_request_where_it_is(ok: bool) -> None:
+    """The source went on by itself and ended; the next turn is with somebody else by then."""
+    stage = Stage()
+    target = stage.offer()
+    assert stage.moves.heard("p", TOKEN)
+    stage.router.done("s")
+    stage.wanted = False
+    stage.router.lose_worker("p")
+    other = stage.router.place("s", 11)
+    stage.router.add_worker("p", Role.PREFILL)
+    stage.answer(target, ok=ok)
+    assert stage.router.worker_of("s") == other
+
+
+def test_a_move_that_is_never_offered_may_be_tried_again() -> None:
+    stage = Stage()
+    stage.moves.asked("s", "s/0", "p")
+    stage.moves.expire(0.0)
+    stage.moves.expire(61.0)
+    assert stage.moves.counts["unoffered"] == 1
+    stage.moves.asked("s", "s/0", "p")
+    stage.wanted = False  # it ended by itself
+    stage.moves.expire(100.0)
+    stage.moves.expire(200.0)
+    assert stage.moves.counts["unoffered"] == 1 and not stage.take()

@@ -49,7 +49,7 @@ def test_workers_join_serve_die_and_leave_and_nothing_is_lost(tmp_path: Path) ->
         job.serving(2)
         job.step(2)
         kill(job, "one")
-        job.wait_for("is gone: silent for elastic.silence_s=2 s", 30)
+        job.wait_for("is gone: silent for elastic.silence_s=5 s", 60)
         job.step(1)
         kill(job, "two", signal.SIGTERM)
         assert job.externals["two"].wait(30) == 0, job.report()
@@ -91,7 +91,7 @@ def test_a_stopped_worker_is_lost_and_comes_back_as_another(tmp_path: Path) -> N
         job.serving(1)
         job.step(1)
         kill(job, "one", signal.SIGSTOP)
-        job.wait_for("is gone: silent", 30)
+        job.wait_for("is gone: silent", 60)
         job.step(2)
         kill(job, "one", signal.SIGCONT)
         job.serving(2)
@@ -110,8 +110,8 @@ def test_a_cut_wire_costs_the_worker_alone_and_mended_it_joins_again(tmp_path: P
         job.serving(1)
         wire.cut()
         began = time.monotonic()
-        job.wait_for("is gone: silent", 30)
-        assert time.monotonic() - began < 15
+        job.wait_for("is gone: silent", 60)
+        assert time.monotonic() - began < 30
         job.step(2)
         wire.mend()
         job.serving(2)

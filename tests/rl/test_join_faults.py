@@ -17,20 +17,27 @@ from pearl.channel import Client, wait
 from pearl.protocol import (
     Done,
     Failed,
+    Fetch,
     HandedOff,
     Join,
     Joined,
     Leaving,
+    NewRequest,
+    Ping,
     Pong,
     Prepare,
     Ready,
     Refused,
     Report,
+    Stop,
+    Submit,
     TakenOver,
     Tokens,
     TokenUpdate,
     ToRank,
+    Wake,
 )
+from pearl.rl.door import client_options
 from pearl.sched.cost_profile import ChangeCost
 
 slow = pytest.mark.slow
@@ -54,21 +61,45 @@ class Liar:
         found = re.fullmatch(r"(\S+)/(\w+)", address)
         assert found is not None
         self.context = zmq.Context()
-        self.client = Client(self.context, f"tcp://{found[1]}", secrets.token_hex(16), ToRank)
-        self.token = found[2]
+        options = client_options(found[2])
+        self.client = Client(self.context, f"tcp://{found[1]}", secrets.token_hex(16), ToRank, options=options)
         self.heard: list[Any] = []
+        self.number = -1
 
     def join(self) -> int:
-        self.client.send(Join(token=self.token, pid=1, host="nowhere"))
-        joined = self.until(Joined)
-        return joined.rank
+        self.client.send(Join(pid=1, host="nowhere"))
+        self.number = self.until(Joined).rank
+        return self.number
 
-    def until(self, kind: type, seconds: float = 30.0) -> Any:
+    def serve(self) -> list[NewRequest]:
+        """Joins, does as it is told, and has requests: the first that came."""
+        rank = self.join()
+        self.client.send(Ready(rank=rank, max_model_len=1 << 20, kv_tokens=1 << 20))
+        self.client.send(Done(rank=rank, number=self.until(Prepare).number, seconds=0.0))
+        wake = self.until(Wake)
+        self.client.send(Done(rank=rank, number=wake.number, seconds=0.0))
+        version = wake.weight_version
+        self.client.send(
+            Report(rank=rank, epoch=wake.epoch, running=0, waiting=0, kv_used=0, kv_total=99, weight_version=version)
+        )
+        return self.until(Submit, answering=True).requests
+
+    def tokens(self, *updates: TokenUpdate, seconds: float = 0.01) -> None:
+        self.client.send(Tokens(rank=self.number, updates=list(updates), seconds=seconds, waiting=0, running=0, free_blocks=9))
+
+    def until(self, kind: type, seconds: float = 60.0, *, answering: bool = False) -> Any:
+        """The last such message, once there is one; with pings and fetches answered meanwhile, if it is to be believed."""
         deadline = time.monotonic() + seconds
         while not (found := [message for message in self.heard if isinstance(message, kind)]):
             assert time.monotonic() < deadline, f"no {kind.__name__} came: {self.heard}"
             wait([self.client], 0.1)
-            self.heard += self.client.receive()
+            new = self.client.receive()
+            for message in new if answering else ():
+                if isinstance(message, Ping):
+                    self.client.send(Pong(rank=self.number, sequence=message.sequence))
+                if isinstance(message, Fetch):
+                    self.client.send(Done(rank=self.number, number=message.number, seconds=0.0))
+            self.heard += new
         return found[-1]
 
     def close(self) -> None:
@@ -80,13 +111,13 @@ def test_lies_doubled_and_stale_words_change_nothing(tmp_path: Path) -> None:
     with ElasticJob.begin(tmp_path, "max_steps=12") as job:
         liar = Liar(job.address())
         number = liar.join()
-        liar.client.send(Join(token=liar.token, pid=1, host="nowhere"))
+        liar.client.send(Join(pid=1, host="nowhere"))
         order = liar.until(Prepare)
         tokens = {"token_ids": [1], "logprobs": [0.0], "weight_versions": [0]}
         words = [
             Pong(rank=0, sequence=0),  # in the name of a rank of WORLD
             Failed(rank=0, error="not mine to say"),
-            Report(rank=number, epoch=99, running=1, waiting=1, kv_used=1, kv_total=1, weight_version=7),
+            Report(rank=number, epoch=99, running=1, waiting=1, kv_used=1, kv_total=1, weight_version=0),
             Done(rank=number, number=order.number + 1000, seconds=0.0),
             Done(rank=number, number=0, seconds=0.0),
             TakenOver(rank=number, transfer_id="none", request_id="none", ok=True),
@@ -102,7 +133,7 @@ def test_lies_doubled_and_stale_words_change_nothing(tmp_path: Path) -> None:
         liar.client.socket.send(b"\x93junk")
         liar.client.send(Done(rank=number, number=order.number, seconds=0.1))
         liar.client.send(Done(rank=number, number=order.number, seconds=0.1))
-        liar.client.send(Ready(rank=number, max_model_len=64, kv_tokens=100))
+        liar.client.send(Ready(rank=number, max_model_len=1 << 20, kv_tokens=100))
         job.step(1)
         job.wait_for(f"worker rank{number} is gone: silent", 40)  # it answers no heartbeat
         stranger = Liar(job.address())
@@ -112,6 +143,60 @@ def test_lies_doubled_and_stale_words_change_nothing(tmp_path: Path) -> None:
         for one in (liar, stranger):
             one.close()
     assert len(rows) == 12 and rows[-1]["late_tokens"] >= 8
+
+
+def sampled(request: NewRequest, count: int, **fields: Any) -> TokenUpdate:
+    words: dict[str, Any] = {"token_ids": [5] * count, "logprobs": [-1.0] * count, "weight_versions": [0] * count}
+    return TokenUpdate(request_id=request.request_id, **(words | fields))
+
+
+LIES = {
+    "more tokens than were asked for": (lambda one: [sampled(one, one.params.max_tokens + 1)], "were asked for"),
+    "as many, twice": (lambda one: [sampled(one, one.params.max_tokens)] * 2, "were asked for"),
+    "tokens of a version to come": (lambda one: [sampled(one, 1, weight_versions=[1 << 30])], "weight_version"),
+    "log-probs of no number": (lambda one: [sampled(one, 1, logprobs=[float("nan")])], "log-probs"),
+    "an end without a token": (lambda one: [sampled(one, 0, finish_reason="stop")], "without a token"),
+}
+
+
+@slow
+def test_who_lies_about_requests_is_let_go_and_they_go_on_elsewhere(tmp_path: Path) -> None:
+    with ElasticJob.begin(tmp_path, MANY) as job:
+        for name, (lie, reason) in LIES.items():
+            liar = Liar(job.address())
+            requests = liar.serve()
+            liar.tokens(*lie(requests[0]))
+            stop = liar.until(Stop)
+            assert reason in stop.reason, (name, stop)
+            liar.close()
+        liar = Liar(job.address())
+        requests = liar.serve()
+        while not any(isinstance(message, Stop) for message in liar.heard):
+            liar.tokens(*[sampled(one, 0, finish_reason="error", error="no") for one in requests])
+            liar.heard = [message for message in liar.heard if not isinstance(message, Submit)]
+            requests = getattr(liar.until((Submit, Stop), answering=True), "requests", [])  # type: ignore[arg-type]
+        assert "requests failed there" in liar.until(Stop).reason
+        liar.close()
+        job.step(2)
+        end(job)
+        assert job.rows()[-1]["external_failures"] >= 3
+
+
+@slow
+def test_a_worker_whose_main_loop_hangs_is_let_go_and_ends_itself(tmp_path: Path) -> None:
+    hangs = (
+        "import sys, threading\nfrom pearl.engine.emulated import EmulatedEngine\nfrom pearl.rl import join\n"
+        "EmulatedEngine.step_updates = lambda self: threading.Event().wait()\n"
+        "sys.exit(join.main(sys.argv[1:]))"
+    )
+    with ElasticJob.begin(tmp_path, MANY, "elastic.stuck_s=3") as job:
+        job.address()
+        job.externals["hung"] = job.beside(["-c", hangs, str(job.run / "join_address")], "hung")
+        job.wait_for("its engine said nothing for elastic.stuck_s=3 s", 60)
+        assert job.externals["hung"].wait(60) == 1
+        assert "done nothing for elastic.stuck_s=3 s" in job.said("hung")
+        job.step(1)
+        end(job)
 
 
 @slow

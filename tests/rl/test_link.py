@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,9 +13,10 @@ import zmq
 
 from pearl.channel import Server, wait
 from pearl.protocol import Join, Joined, Leaving, Notice, Ping, Pong, Refused, Stop, ToController, Wake
+from pearl.rl.door import Doorkeeper, server_options
 from pearl.rl.link import EXIT_LOST, Address, Link
 
-LIMIT_S = 20.0
+LIMIT_S = 40.0
 TOKEN = "a1b2"
 
 
@@ -22,7 +25,8 @@ class Job:
 
     def __init__(self) -> None:
         self.context = zmq.Context()
-        self.server = Server(self.context, "tcp://127.0.0.1:0", ToController)
+        self.keeper = Doorkeeper(self.context, TOKEN)
+        self.server = Server(self.context, "tcp://127.0.0.1:0", ToController, options=server_options(1 << 20))
         self.heard: list[tuple[str, Any]] = []
         host, port = self.server.address.removeprefix("tcp://").split(":")
         self.address = Address(host=host, port=int(port), token=TOKEN)
@@ -31,7 +35,8 @@ class Job:
         deadline = time.monotonic() + LIMIT_S
         while not ready():
             assert time.monotonic() < deadline, f"waited for {what}: {self.heard}"
-            wait([self.server], 0.05)
+            wait([self.server, self.keeper.socket], 0.05)
+            self.keeper.answer()
             self.heard += self.server.receive()
 
     def of(self, kind: type) -> list[tuple[str, Any]]:
@@ -49,6 +54,7 @@ def job() -> Iterator[Job]:
     job = Job()
     yield job
     job.server.close()
+    job.keeper.close()
     job.context.term()
 
 
@@ -72,7 +78,7 @@ def test_an_address_is_read_and_written_and_nothing_else_is_one() -> None:
 def test_it_asks_with_the_token_and_is_let_in(job: Job, link: Link) -> None:
     job.admit(rank=7)
     [(_, join), *_] = job.of(Join)
-    assert join.token == TOKEN and join.gpus == ["gpu0"]
+    assert join.gpus == ["gpu0"] and not job.keeper.refused
     assert link.answered.wait(LIMIT_S) and isinstance(link.answer, Joined) and link.answer.rank == 7
 
 
@@ -118,3 +124,43 @@ def test_who_is_refused_is_told_why(job: Job, link: Link) -> None:
     job.server.send(job.of(Join)[0][0], Refused(reason="the token is not that of this job"))
     assert link.answered.wait(LIMIT_S)
     assert link.answer == Refused(reason="the token is not that of this job") and not link.lost
+
+
+def test_who_has_another_token_hears_so_from_the_door(job: Job) -> None:
+    link = Link(Address(host=job.address.host, port=job.address.port, token="b2c3"), 60.0, [])
+    link.start()
+    job.until(link.answered.is_set, "an answer")
+    assert isinstance(link.answer, Refused) and "token" in link.answer.reason
+    assert not job.heard and job.keeper.refused >= 1
+    link.close()
+
+
+HUNG = """
+import ctypes, sys, time
+from pearl.rl.link import Address, Link
+link = Link(Address.parse(sys.argv[1]), 60.0, [])
+link.stuck_s = 2.0
+link.start()
+assert link.answered.wait(60.0)
+link.take(0.0)
+if sys.argv[2] == "ended":
+    while not link.inbox.qsize():
+        time.sleep(0.05)
+else:
+    link.watch()
+ctypes.PyDLL(None).sleep(90) if sys.argv[2] == "held" else time.sleep(90)
+"""
+
+
+@pytest.mark.parametrize("how", ["hangs", "held", "ended"])
+def test_a_process_whose_main_loop_hangs_ends_itself(job: Job, how: str) -> None:
+    """In a wait; in a library that holds the interpreter; when it was told to end."""
+    command = [sys.executable, "-c", HUNG, str(job.address), how]
+    hung = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    peer = job.admit()
+    if how == "ended":
+        job.server.send(peer, Stop(number=1, reason="let go", exit_code=1))
+    job.until(lambda: hung.poll() is not None, "its end")
+    _, said = hung.communicate(timeout=LIMIT_S)
+    assert hung.returncode == 1 and "most recent call first" in said, said
+    assert ("elastic.stuck_s=2 s" in said) == (how != "held")

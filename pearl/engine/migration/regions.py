@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import os
+import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -24,6 +26,11 @@ PIDFD_GETFD = 438
 """The number of pidfd_getfd(2) on every architecture. A GPU's file cannot be opened through /proc, only duplicated."""
 SET_PTRACER, ANY_PROCESS = 0x59616D61, ctypes.c_ulong(-1)
 """prctl(2): where Yama restricts it, who may duplicate files of this process (the same user's processes, as anywhere else)."""
+
+FOR_GOOD = (errno.EPERM, errno.EACCES, errno.ENOSYS)
+"""What the system refuses this process will be refused again; anything else (no descriptor left, no memory) may pass."""
+AGAIN_S = 30.0
+"""For so long after a failure that may pass, others' memory is had in another way."""
 
 
 class RegionAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,14 +86,19 @@ class OpenRegions:
         self._mappings = Mappings()
         self._open: dict[Key, tuple[Mapped, np.ndarray]] = {}
         """With the door's words."""
-        self._refused: dict[FileAddress, str] = {}
+        self._refused: dict[FileAddress, tuple[str, float]] = {}
+        """Why, and until when."""
+        self.failures = 0
+        """Regions that could not be taken or mapped so far."""
 
     def __len__(self) -> int:
         return len(self._open)
 
     def refusal(self, address: RegionAddress) -> str | None:
-        """Why regions of this owner could not be mapped, whatever their generation, when that was tried; None if they could."""
-        return self._refused.get(address.words)
+        """Why regions of this owner could not be mapped, whatever their generation, when that was tried; None if they could, or
+        if it is time to try again."""
+        reason, until = self._refused.get(address.words, ("", -math.inf))
+        return reason if time.monotonic() < until else None
 
     def find(self, address: RegionAddress, device: int) -> Key:
         """The region as it is now, mapped. ValueError if there is nothing behind its door, RuntimeError if it cannot be had."""
@@ -105,7 +117,7 @@ class OpenRegions:
                     raise ValueError(f"process {pid} has given back the memory of its region")
                 self._open[key] = self._map_file(taken, address.nbytes, device), words
             except RuntimeError as error:
-                self._refused[address.words] = str(error)
+                self._refuse(address, str(error), AGAIN_S)
                 raise
             finally:
                 os.close(taken)
@@ -133,5 +145,9 @@ class OpenRegions:
         reason = f"the memory of process {address.words.pid} cannot be had: {error}"
         if error.errno in (errno.EBADF, errno.ESRCH):
             return ValueError(reason)
-        self._refused[address.words] = reason
+        self._refuse(address, reason, math.inf if error.errno in FOR_GOOD else AGAIN_S)
         return RuntimeError(reason)
+
+    def _refuse(self, address: RegionAddress, reason: str, seconds: float) -> None:
+        self.failures += 1
+        self._refused[address.words] = reason, time.monotonic() + seconds

@@ -1,0 +1,92 @@
+"""What an external worker can have said: whatever no worker says is named, and what each may say is not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from pearl.protocol import Leaving, Pong, Ready, Report, Tokens, TokenUpdate
+from pearl.rl.plausible import FAILED_SESSIONS, TRIES, Failures, implausible
+
+NUMBERS: dict[str, Any] = {"running": 1, "waiting": 0, "kv_used": 3, "kv_total": 9, "weight_version": 4}
+
+
+def update(**fields: Any) -> TokenUpdate:
+    words: dict[str, Any] = {"token_ids": [1, 9], "logprobs": [0.0, -3.5], "weight_versions": [3, 4]}
+    return TokenUpdate(**({"request_id": "7-0/0"} | words | fields))
+
+
+def tokens(*updates: TokenUpdate, **fields: Any) -> Tokens:
+    words: dict[str, Any] = {"seconds": 0.1, "waiting": 0, "running": 1, "free_blocks": 2}
+    return Tokens(rank=5, updates=list(updates), **(words | fields))
+
+
+def verdict(event: Any) -> str:
+    return implausible(event, vocab_size=10, newest=4, max_model_len=64)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        tokens(update()), tokens(update(logprobs=[1e-6, -60.0])), tokens(), Report(rank=5, epoch=1, **NUMBERS),
+        Report(rank=5, epoch=1, **(NUMBERS | {"weight_version": -1})), Ready(rank=5, max_model_len=64),
+        Leaving(rank=5, notice_s=0.0), Pong(rank=5, sequence=-1),
+    ],
+)  # fmt: skip
+def test_what_workers_say_is_believed(event: Any) -> None:
+    assert verdict(event) == ""
+
+
+@pytest.mark.parametrize(
+    ("event", "why"),
+    [
+        (tokens(update(token_ids=[1])), "1 tokens came with 2 log-probs"),
+        (tokens(update(weight_versions=[3])), "and 1 versions"),
+        (tokens(update(token_ids=[1, 10])), r"in 0\.\.9"),
+        (tokens(update(token_ids=[-1, 1])), r"in 0\.\.9"),
+        (tokens(update(logprobs=[0.0, 0.5])), "at most 0"),
+        (tokens(update(logprobs=[0.0, -math.inf])), "finite"),
+        (tokens(update(logprobs=[0.0, math.nan])), "finite"),
+        (tokens(update(logprobs=[0.0, -1e30])), "log-probs"),
+        (tokens(update(weight_versions=[3, 5])), r"weight_version=5: there are none but 0\.\.4"),
+        (tokens(update(weight_versions=[-1, 4])), "no version"),
+        (tokens(update(num_cached_tokens=-1)), "num_cached_tokens=-1"),
+        (tokens(update(), seconds=math.nan), "finite"),
+        (tokens(update(), running=-1), "at least 0"),
+        (Report(rank=5, epoch=1, **(NUMBERS | {"kv_total": -9})), "at least 0"),
+        (Report(rank=5, epoch=1, **(NUMBERS | {"weight_version": 5})), "weight_version=5"),
+        (Leaving(rank=5, notice_s=math.inf), "finite"),
+        (Ready(rank=5, max_model_len=63), "may have 64 tokens"),
+    ],
+)
+def test_what_cannot_be_is_named(event: Any, why: str) -> None:
+    with pytest.raises(AssertionError, match=why):
+        assert not verdict(event), verdict(event)
+
+
+def failed(*sessions: str, rank: int = 5) -> Tokens:
+    updates = [update(request_id=f"{name}/0", token_ids=[], finish_reason="error", error="no") for name in sessions]
+    return Tokens(rank=rank, updates=updates, seconds=0.1, waiting=0, running=0, free_blocks=0)
+
+
+def test_a_request_that_fails_is_asked_again_and_is_to_blame_when_it_fails_for_ever() -> None:
+    failures = Failures()
+    for _ in range(TRIES - 1):
+        event, why = failures.weigh(failed("a"))
+        assert [one.finish_reason for one in event.updates] == ["abort"] and event.updates[0].error is None and not why
+    event, why = failures.weigh(failed("a"))
+    assert [one.finish_reason for one in event.updates] == ["error"] and not why and failures.count == TRIES
+
+
+def test_who_fails_requests_of_many_sessions_is_to_go_unless_there_were_versions_between() -> None:
+    failures = Failures()
+    assert not failures.weigh(failed("a", "b"))[1]
+    assert not failures.weigh(failed("c", rank=6))[1]  # another's
+    assert f"{FAILED_SESSIONS} requests failed there" in failures.weigh(failed("c"))[1]
+    failures.forget(5)
+    assert not failures.weigh(failed("a", "b"))[1]
+    failures.forget()
+    assert not failures.weigh(failed("c"))[1]
+    assert failures.weigh(tokens(update())) == (tokens(update()), "")
