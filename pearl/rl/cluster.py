@@ -18,22 +18,8 @@ from pearl.config import Config
 from pearl.engine.models.config import from_folder
 from pearl.metrics.jsonl import JsonlWriter, read_jsonl
 from pearl.protocol import (
-    Done,
-    Event,
-    Failed,
-    HandedOff,
-    Join,
-    Joined,
-    Leave,
-    Leaving,
-    MemberOrder,
-    Ready,
-    Refused,
-    Report,
-    Stop,
-    TakenOver,
-    Tokens,
-)
+    Done, Event, Failed, HandedOff, Join, Joined, Leave, Leaving, MemberOrder, Ready, Refused, Report, Stop, TakenOver, Tokens,
+)  # fmt: skip
 from pearl.rl.availability import Player
 from pearl.rl.claim import TrainersClaim
 from pearl.rl.cluster_view import cluster_metrics, decision_line, role_words

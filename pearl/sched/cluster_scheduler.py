@@ -14,16 +14,8 @@ from dataclasses import replace
 
 from pearl.protocol import Role
 from pearl.sched.commands import (
-    Admit,
-    ClusterCommand,
-    GiveBack,
-    Leave,
-    Member,
-    MoveSession,
-    Refuse,
-    Requeue,
-    TrainerMayBegin,
-)
+    Admit, ClusterCommand, GiveBack, Leave, Member, MoveSession, Refuse, Requeue, TrainerMayBegin,
+)  # fmt: skip
 from pearl.sched.decision import Decision, DecisionLog
 from pearl.sched.events import (
     Activity,
