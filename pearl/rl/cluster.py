@@ -18,7 +18,21 @@ from pearl.config import Config
 from pearl.engine.models.config import from_folder
 from pearl.metrics.jsonl import JsonlWriter, read_jsonl
 from pearl.protocol import (
-    Done, Event, Failed, HandedOff, Join, Joined, Leave, Leaving, MemberOrder, Ready, Refused, Report, Stop, TakenOver, Tokens,
+    Done,
+    Event,
+    Failed,
+    HandedOff,
+    Join,
+    Joined,
+    Leave,
+    Leaving,
+    MemberOrder,
+    Ready,
+    Refused,
+    Report,
+    Stop,
+    TakenOver,
+    Tokens,
 )  # fmt: skip
 from pearl.rl.availability import Player
 from pearl.rl.claim import TrainersClaim
@@ -96,8 +110,7 @@ class Cluster:
         self._counts: Counter[str] = Counter()
         self._measured = now
         self._player: Player | None = None
-        self._seen = -1
-        self._began = now
+        self._seen, self._began = -1, now
 
     # ------------------------------------------------------------------------------------------------- the beginning
 
@@ -116,16 +129,12 @@ class Cluster:
         lends = any(one.lends for one in ready.values())
         self.claim = self._claim(lends, now)
         for rank in layout.training if lends else ():
-            gpus = frozenset([name_of(rank)])
-            owner = f"trainer{rank}"
-            self.feed(
-                WorkerJoined(worker=owner, gpus=gpus, zone=Zone.OVERLAP, role=WorkerRole.TRAINING, active=False), now
-            )
+            both: dict[str, Any] = {"gpus": frozenset([name_of(rank)]), "zone": Zone.OVERLAP, "active": False}
+            self.feed(WorkerJoined(worker=f"trainer{rank}", role=WorkerRole.TRAINING, **both), now)
             if ready[rank].lends:
-                lender = WorkerJoined(worker=name_of(rank), gpus=gpus, zone=Zone.OVERLAP, active=False)
-                self.feed(lender, now)
+                self.feed(WorkerJoined(worker=name_of(rank), **both), now)
+        role = WorkerRole(str(self._config.engine.role))
         for rank in layout.serving:
-            role = WorkerRole(str(self._config.engine.role))
             gpus = frozenset([name_of(rank)])
             self.feed(WorkerJoined(worker=name_of(rank), gpus=gpus, role=role, kv_total=ready[rank].kv_tokens), now)
 

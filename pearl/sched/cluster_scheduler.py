@@ -14,7 +14,15 @@ from dataclasses import replace
 
 from pearl.protocol import Role
 from pearl.sched.commands import (
-    Admit, ClusterCommand, GiveBack, Leave, Member, MoveSession, Refuse, Requeue, TrainerMayBegin,
+    Admit,
+    ClusterCommand,
+    GiveBack,
+    Leave,
+    Member,
+    MoveSession,
+    Refuse,
+    Requeue,
+    TrainerMayBegin,
 )  # fmt: skip
 from pearl.sched.decision import Decision, DecisionLog
 from pearl.sched.events import (
@@ -183,11 +191,9 @@ class ClusterScheduler:
             cost_s=cost,
             threshold_s=verdict.threshold_s,
             forced=verdict.forced,
-            workers_changed=plan.workers_changed,
-            roles_changed=plan.roles_changed,
-            moved_kv_tokens=plan.moved_kv_tokens,
-            unsure=target.prediction.unsure,
-        )
+            workers_changed=plan.workers_changed, roles_changed=plan.roles_changed,
+            moved_kv_tokens=plan.moved_kv_tokens, unsure=target.prediction.unsure,
+        )  # fmt: skip
         if plan.roles_changed:
             self._gate.changed(target.shape, now)
         self.log.begin(decision, set(plan.roles))
@@ -244,12 +250,9 @@ class ClusterScheduler:
             before=str(shape),
             after=after,
             predicted_s=(self.prediction.makespan_s if self.prediction else math.inf, math.inf),
-            gain_s=gain_s,
-            cost_s=cost_s,
-            forced=forced,
-            workers_changed=len(names),
-            moved_kv_tokens=sum(worker.kv_used for worker in gone),
-        )
+            gain_s=gain_s, cost_s=cost_s, forced=forced,
+            workers_changed=len(names), moved_kv_tokens=sum(worker.kv_used for worker in gone),
+        )  # fmt: skip
         self.log.begin(decision, set(names))
         return decision.number
 
