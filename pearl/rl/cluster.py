@@ -216,10 +216,11 @@ class Cluster:
         if event.rank not in self.externals.members:
             return
         name = name_of(event.rank)
-        sizes = {"vocab_size": self._vocab_size, "max_model_len": self._max_model_len}
-        wrong = implausible(event, newest=self.followers.announced, **sizes)
-        if isinstance(event, Tokens) and self.collector is not None:
+        newest, vocab_size = self.followers.announced, self._vocab_size
+        wrong = implausible(event, vocab_size=vocab_size, newest=newest, max_model_len=self._max_model_len)
+        if isinstance(event, Tokens | HandedOff) and self.collector is not None:
             wrong = wrong or self.collector.excess(name, event)
+        if isinstance(event, Tokens):
             event, failed = self._failures.weigh(event)
             wrong = wrong or failed
         if wrong:
@@ -238,9 +239,8 @@ class Cluster:
 
     def gone(self, number: int, reason: str, now: float) -> None:
         """An external worker is no longer there: what it had goes on elsewhere."""
-        if number not in self.externals.members:
+        if (member := self.externals.members.get(number)) is None:
             return
-        member = self.externals.members[number]
         self.externals.send(number, Stop(number=self._driver.next_number(), reason=reason, exit_code=1))
         self.router.drain(member.name)
         self._forget(member, reason)

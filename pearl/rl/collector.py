@@ -108,8 +108,12 @@ class Collector:
             self.counts["generated_tokens"] += len(update.token_ids)
             self._on_update(worker, update)
 
-    def excess(self, worker: str, event: Tokens) -> str:
+    def excess(self, worker: str, event: Tokens | HandedOff) -> str:
         """Why this cannot be what the worker was asked for; "" if it can. What is not awaited from it does not count anyway."""
+        if isinstance(event, HandedOff):
+            states = [one.state for one in event.transfers if self._has(worker, one.request_id)]
+            wrong = (self._rollouts[trajectory_of(one.request_id)].mismatch(one) for one in states)
+            return next(filter(None, wrong), "")
         sampled: Counter[str] = Counter()
         for update in event.updates:
             session = trajectory_of(update.request_id)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from pearl.config import EnvOptions, RolloutOptions
-from pearl.protocol import NewRequest, SamplingParams, TokenUpdate, TrainSequence
+from pearl.protocol import NewRequest, RequestState, SamplingParams, TokenUpdate, TrainSequence
 from pearl.rl.envs.base import EnvOutcome
 from pearl.rl.types import Trajectory, Turn
 
@@ -98,6 +98,17 @@ class Rollout:
         if finish_reason in ("stop", "length") and len(self.trajectory.token_ids) + sampled == self._turn_start:
             return f"request {request_id}: it ended by {finish_reason!r} without a token"
         return ""
+
+    def mismatch(self, state: RequestState) -> str:
+        """Why this cannot be the request being served, as a worker that has sent all its tokens offers it; "" if it can, or if
+        nobody asks."""
+        if self.phase != "generating" or state.request_id != self.request_id:
+            return ""
+        if state.token_ids != self.trajectory.token_ids:
+            return f"request {state.request_id} was offered with other tokens than it has"
+        most = len(self.trajectory.token_ids) + self._budget()
+        asked = state.num_prompt_tokens + state.max_tokens
+        return f"request {state.request_id} was offered with {asked} tokens to come, not {most}" if asked > most else ""
 
     def on_update(self, update: TokenUpdate) -> str | None:
         """Takes sampled tokens; returns the turn's text when the turn is complete (it goes to the environment)."""

@@ -305,6 +305,8 @@ def lie(event: Any, rng: random.Random) -> Any:
             value = rng.choice(["", "0/0", "1/0.7", "no/such/request", "x" * 999, value + "/9"])
         case list():
             value = rng.choice([[], value + value, value[:-1], value[::-1]])
+        case msgspec.Struct():
+            value = lie(value, rng)
         case None:
             value = rng.choice(["error", "stop", "abort", "length"])
     changed = msgspec.structs.replace(event, **{name: value})
@@ -319,7 +321,7 @@ def test_whatever_an_external_worker_says_the_job_goes_on_and_its_books_are_righ
     folder: Path, tmp_path: Path, seed: int
 ) -> None:
     mode, ratio = (("mixed", "auto"), ("split", "1:1"))[seed % 2]
-    town = Town(tmp_path, folder, serving=2, mode=mode, ratio=ratio, seed=seed)
+    town = Town(tmp_path, folder, serving=1 + seed % 2, mode=mode, ratio=ratio, seed=seed)
     town.scheduler.settings = dataclasses.replace(town.scheduler.settings, expand=ExpandSettings(external="always"))
     rng, hear, lies = random.Random(seed), town._hear, []
 
@@ -329,14 +331,17 @@ def test_whatever_an_external_worker_says_the_job_goes_on_and_its_books_are_righ
             lies.append(event)
         hear(event)
 
+    first = [town.join(), town.join()]
+    town.until(lambda: all(f"rank{number}" in town.cluster.router.loads for number in first))
     town._hear = misheard
-    town.start(EPISODES)
-    joined, turns = 0, 0
-    while len(town.ended) < EPISODES:
+    town.start(4 * EPISODES)
+    joined, turns = 2, 0
+    while len(town.ended) < town.started:
         members = list(town.externals.members)
-        if joined < 12 and len(members) < 2:
+        if joined < 20 and len(members) < 2:
             town.join()
             joined += 1
+            town.clock.advance(town.scheduler.settings.consider_s)
         town.stopped |= {number for number in town.loops if number >= town.layout.world and number not in members}
         if turns > 10_000:  # what is waited for may never come: then time is all that helps
             town.clock.advance(1.0)
@@ -346,7 +351,7 @@ def test_whatever_an_external_worker_says_the_job_goes_on_and_its_books_are_righ
         assert town.collector.token_books()["lost_tokens"] == 0
     for trajectory in town.ended.values():
         assert len(trajectory.token_ids) <= LONGEST and all(0 < turn.num_sampled <= 9 for turn in trajectory.turns)
-    assert len(lies) > 5
+    assert lies
 
 
 def test_what_was_counted_before_a_resume_is_not_measured_again(folder: Path, tmp_path: Path) -> None:
