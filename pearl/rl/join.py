@@ -122,6 +122,7 @@ class External:
                 publish_timeout_s=config.timeouts.command_s,
                 fetcher=parts.fetcher,
                 block_size=config.engine.block_size,
+                report_s=config.report_s,
             )
             code = loop.run()
         if loop.traceback:
