@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.peers.workload import WORKLOADS, Workload, seed_of
+from bench.side_process import SideProcess
 
 ROOT = Path(__file__).parent
 TARGETS_S = {1: {"W1": 4.0, "W2": 9.0, "W3": 6.4, "W4": 0.47}, 2: {"W1": 2.5, "W2": 5.0, "W3": 4.1, "W4": 0.40}}
@@ -32,40 +33,18 @@ PEERS = ("vllm", "openvino", "llama", "transformers")
 RATIO = 1.0
 
 
-class Side:
-    """A process that serves workloads when asked."""
+class Side(SideProcess):
+    """A process that serves workloads when asked; `rows` has what each took."""
 
     def __init__(self, name: str, command: list[str], threads: int) -> None:
-        self.name = name
-        variables = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT.parent)}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | variables
-        )
-        self.about = self._answer()
+        super().__init__(name, command, threads=threads)
         self.rows: dict[str, list[dict]] = {}
 
-    def ask(self, workload: str, seed: int) -> None:
-        assert self._process.stdin is not None
-        print(json.dumps({"workload": workload, "seed": seed}), file=self._process.stdin, flush=True)
-        self.rows.setdefault(workload, []).append(self._answer())
+    def serve(self, workload: str, seed: int) -> None:
+        self.rows.setdefault(workload, []).append(self.ask({"workload": workload, "seed": seed}))
 
     def seconds(self, workload: str, measure: str) -> float:
         return statistics.median(row[measure] for row in self.rows[workload])
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-    def _answer(self) -> dict:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):  # some sides log to stdout too
-                return json.loads(line)
-        raise SystemExit(f"{self.name}: ended with {self._process.wait()}")
 
 
 def command_of(name: str, place: str, options: argparse.Namespace) -> list[str]:
@@ -181,7 +160,7 @@ def compare(options: argparse.Namespace) -> Comparison:
             for workload in options.workloads.split(","):
                 turn = repetition % len(sides)
                 for side in sides[turn:] + sides[:turn]:
-                    side.ask(workload, seed_of(workload, options.seed, repetition))
+                    side.serve(workload, seed_of(workload, options.seed, repetition))
     finally:
         for side in sides:
             side.close()

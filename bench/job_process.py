@@ -166,6 +166,12 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
+def cpu_seconds(pid: int) -> float | None:
+    """Processor seconds that a process has taken, in user and in system mode; None if there is none."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else None
+
+
 def is_alive(pid: int) -> bool:
     """Whether it runs or is stopped; a zombie does not."""
     fields = _stat(pid)

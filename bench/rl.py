@@ -16,11 +16,11 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
 from bench.peers import rl_workload as work
+from bench.side_process import SideProcess
 
 ROOT = Path(__file__).parent
 TARGET = 0.5
@@ -28,28 +28,14 @@ TOKENS = work.GROUPS * work.SIBLINGS * (work.PROMPT + 2 * work.ANSWER)
 """Tokens generated and trained in a step, as `tokens_per_s` of a run counts them."""
 
 
-class Side:
-    """A process that makes a step when asked."""
+class Side(SideProcess):
+    """A process that makes a step when asked; `rows` has what those took that count."""
 
     def __init__(self, name: str, python: str, script: str, model: str, threads: int) -> None:
-        self.name = name
-        variables = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT.parent)}
-        variables["OMP_WAIT_POLICY"] = "passive"  # threads that spin would count as processor time
-        self._process = subprocess.Popen(
-            [python, str(ROOT / "peers" / script), "--model", model, "--threads", str(threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | variables,
-        )
-        self.about = self._answer()["about"]
+        command = [python, str(ROOT / "peers" / script), "--model", model, "--threads", str(threads)]
+        passive = {"OMP_WAIT_POLICY": "passive"}  # threads that spin would count as processor time
+        super().__init__(name, command, threads=threads, variables=passive)
         self.rows: list[dict] = []
-
-    def ask(self, seed: int) -> dict:
-        """One step; the row is kept by who asks."""
-        assert self._process.stdin is not None
-        print(json.dumps({"seed": seed}), file=self._process.stdin, flush=True)
-        return self._answer()
 
     def median(self, key: str) -> float:
         return statistics.median(row[key] for row in self.rows)
@@ -57,21 +43,6 @@ class Side:
     def parts(self) -> dict[str, float]:
         """Medians of the parts' seconds."""
         return {name: statistics.median(row["parts"][name] for row in self.rows) for name in self.rows[0]["parts"]}
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-    def _answer(self) -> dict:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):  # libraries log to stdout too
-                return json.loads(line)
-        raise SystemExit(f"{self.name}: ended with {self._process.wait()}")
 
 
 def measure(options: argparse.Namespace) -> dict:
@@ -84,7 +55,7 @@ def measure(options: argparse.Namespace) -> dict:
     try:
         for turn in range(options.rounds + 1):
             for side in sides if turn % 2 else reversed(sides):
-                row = side.ask(turn)
+                row = side.ask({"seed": turn})
                 side.rows += [row] if turn else []
     finally:
         for side in sides:
@@ -102,7 +73,7 @@ def measure(options: argparse.Namespace) -> dict:
         "load": os.getloadavg()[0],
         "sides": {
             side.name: {
-                "about": side.about,
+                "about": side.about["about"],
                 "seconds": side.median("seconds"),
                 "cpu_s": side.median("cpu_s"),
                 "tokens_per_s": TOKENS / side.median("seconds"),

@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 import zmq
 
+EVENTS, POLLIN, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+"""As plain numbers: flags of an enumeration cost more than the system calls that they are for."""
 HIGH_WATER = 100_000
 """Messages queued for one peer before sending to it is an error."""
 
@@ -57,7 +59,7 @@ class Server:
     def send(self, peer: str, message: Any) -> None:
         """Queues a message for a peer; ChannelError if it is unknown or its queue is full."""
         try:
-            self.socket.send_multipart([peer.encode(), self._encoder.encode(message)], zmq.NOBLOCK)
+            self.socket.send_multipart([peer.encode(), self._encoder.encode(message)], NOBLOCK)
         except (zmq.Again, zmq.ZMQError) as error:
             raise ChannelError(f"peer {peer!r} cannot be reached: {error}") from None
 
@@ -107,7 +109,7 @@ class Client:
     def send_encoded(self, payload: bytes) -> None:
         """Queues a message that is already encoded (by another thread)."""
         try:
-            self.socket.send(payload, zmq.NOBLOCK)
+            self.socket.send(payload, NOBLOCK)
         except zmq.Again:
             raise ChannelError(f"{self.name!r}: {HIGH_WATER} messages are queued, the server does not read") from None
 
@@ -125,12 +127,22 @@ class Client:
         self.socket.close()
 
 
+class Waiter:
+    """Waits on the same ends again and again."""
+
+    def __init__(self, ends: Iterable[Server | Client | zmq.Socket]) -> None:
+        self._poller = zmq.Poller()
+        for end in ends:
+            self._poller.register(end if isinstance(end, zmq.Socket) else end.socket, POLLIN)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until one of the ends has something to receive; False if `timeout_s` passed first."""
+        return bool(self._poller.poll(int(max(0.0, timeout_s) * 1000)))
+
+
 def wait(ends: Iterable[Server | Client | zmq.Socket], timeout_s: float) -> bool:
     """Waits until one of the ends has something to receive; False if `timeout_s` passed first."""
-    poller = zmq.Poller()
-    for end in ends:
-        poller.register(end if isinstance(end, zmq.Socket) else end.socket, zmq.POLLIN)
-    return bool(poller.poll(int(max(0.0, timeout_s) * 1000)))
+    return Waiter(ends).wait(timeout_s)
 
 
 def wait_until(ends: Iterable[Server | Client], ready: Callable[[], bool], timeout_s: float, what: str) -> None:
@@ -150,9 +162,9 @@ def _set(socket: zmq.Socket, options: Mapping[int, int | bytes] | None) -> None:
 
 
 def _receive_now(socket: zmq.Socket) -> list[bytes] | None:
-    if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # costs less than the exception below
+    if not int(socket.getsockopt(EVENTS)) & POLLIN:  # costs less than the exception below
         return None
     try:
-        return socket.recv_multipart(zmq.NOBLOCK)
+        return socket.recv_multipart(NOBLOCK)
     except zmq.Again:
         return None

@@ -126,10 +126,7 @@ class TakenOver(Event, frozen=True, kw_only=True, tag="taken_over"):
 
 
 class Report(Event, frozen=True, kw_only=True, tag="report"):
-    """A serving member's own numbers, about once a second. KV in tokens; `epoch` of the last order that it obeyed.
-
-    `stale`: messages that it dropped so far, being doubled or of an epoch that is over.
-    """
+    """A serving member's own numbers, about once a second. KV in tokens; `epoch` of the last order that it obeyed."""
 
     epoch: int
     running: int
@@ -137,7 +134,6 @@ class Report(Event, frozen=True, kw_only=True, tag="report"):
     kv_used: int
     kv_total: int
     weight_version: int
-    stale: int = 0
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):

@@ -138,6 +138,9 @@ class RolloutOptions:
 
     `redundancy`: so many more trajectories play in each group than are trained, and those that end last are given up: no batch
     waits for a straggler, at the price of what it has played, and of a batch that favours short episodes.
+
+    `report_s`: a worker tells the sampled tokens of requests that have not ended this often (0: after every engine step). What
+    it has not told when it dies is sampled again.
     """
 
     temperature: float = 1.0
@@ -146,10 +149,12 @@ class RolloutOptions:
     max_tokens: int = 16
     request_timeout_s: float = 120.0
     redundancy: int = 0
+    report_s: float = 0.25
 
     def __post_init__(self) -> None:
         above_zero(self, "rollout", "request_timeout_s")
         at_least(self, "rollout", 0, "redundancy", whole=True)
+        at_least(self, "rollout", 0, "report_s")
         try:
             SamplingParams(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, max_tokens=self.max_tokens)
         except ValueError as error:
@@ -295,6 +300,11 @@ class Config:
     def emulated(self) -> str | None:
         """The cost profile of a job without devices; None for one with them."""
         return self.device.removeprefix(EMULATED) if self.device.startswith(EMULATED) else None
+
+    @property
+    def report_s(self) -> float:
+        """`rollout.report_s`, at the pace of the job: emulated devices may be slowed down."""
+        return self.rollout.report_s * (self.emulation.slowdown if self.emulated is not None else 1.0)
 
 
 def nearest_multiples(value: int, of: int) -> str:

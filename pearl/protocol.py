@@ -229,7 +229,7 @@ class Pong(Event, frozen=True, kw_only=True, tag="pong"):
 
 
 class TokenUpdate(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """What one engine step added to one request; the lists run in parallel. There are many, hence the lean encoding."""
+    """What was added to one request since the last time; the lists run in parallel. There are many, hence the lean encoding."""
 
     request_id: str
     token_ids: list[int]
@@ -240,11 +240,28 @@ class TokenUpdate(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     num_cached_tokens: int = 0
 
 
-class Tokens(Event, frozen=True, kw_only=True, tag="tokens"):
-    """All updates of one engine step in one message, and the load the router needs.
+class StepSums(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """Sums over `count` engine steps of about one `size`: new prompt tokens, or of steps without any (not `prefill`) sequences.
 
-    `computed`: the tokens that ran in the step, of prompts and answers (0: nobody counted); `context`: tokens whose KV is held
-    by running requests.
+    `context`: tokens of a running request, the mean of a step; `decodes`: tokens that were not a prompt's first, which no step
+    of a sum has or all have; `prompts` that ended, counted as 1 in a step in which none did; `seconds` of the steps.
+    """
+
+    prefill: bool
+    count: int
+    size: int
+    context: float
+    decodes: int
+    prompts: int
+    seconds: float
+
+
+class Tokens(Event, frozen=True, kw_only=True, tag="tokens"):
+    """What the engine gave: at once what ended and the first of what was taken over, the rest every `rollout.report_s`; and the
+    load the router needs.
+
+    `seconds`: of all engine steps since the last such message, `step_s` of the last one; `steps`: these steps by size (none:
+    nobody counted).
     """
 
     updates: list[TokenUpdate]
@@ -252,8 +269,8 @@ class Tokens(Event, frozen=True, kw_only=True, tag="tokens"):
     waiting: int
     running: int
     free_blocks: int
-    computed: int = 0
-    context: int = 0
+    step_s: float = 0.0
+    steps: list[StepSums] = []  # noqa: RUF012 - msgspec gives each message its own
 
 
 class Done(Event, frozen=True, kw_only=True, tag="done"):

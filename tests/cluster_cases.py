@@ -181,6 +181,7 @@ class Town:
         doubling: float = 0.0,
         change_timeout_s: float = 500.0,
         engine: dict[str, Any] | None = None,
+        report_s: float = 0.0,
     ) -> None:
         self.rng, self.clock, self.doubling, self.folder = random.Random(seed), VirtualClock(), doubling, folder
         self.config = resolve(
@@ -188,7 +189,7 @@ class Town:
                 rollout_batch_size=8,
                 group_size=2,
                 max_staleness=0,
-                rollout=RolloutOptions(max_tokens=9),
+                rollout=RolloutOptions(max_tokens=9, report_s=report_s),
                 env=EnvOptions(max_turns=6),
                 engine=EngineConfig(model=str(folder), **(ENGINE | (engine or {}))),
                 pd=PdSettings(mode=mode, ratio=ratio),
@@ -378,6 +379,7 @@ class Town:
             publish_timeout_s=1.0,
             fetcher=self.fetchers[rank],
             block_size=4,
+            report_s=self.config.rollout.report_s,
         )
 
     def _hear(self, event: Any) -> None:

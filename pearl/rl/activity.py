@@ -1,7 +1,7 @@
 """What each rank is doing, as seen from the controller: busy shares for people, spans for the trace.
 
 Owns this bookkeeping alone; nothing decides by it. A command counts as busy from when it was sent until it was done, an
-engine step by the seconds it reports. Torch-free.
+engine's steps by the seconds that its rank reports. Torch-free.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ QUIET_COMMANDS = ("Serve",)
 
 
 class Activity:
-    """`begin` and `end` bracket a command on a rank, `stepped` adds an engine step. Times are of the controller's clock."""
+    """`begin` and `end` bracket a command on a rank, `stepped` adds engine steps. Times are of the controller's clock."""
 
     def __init__(self, trace: Path | None, now: float) -> None:
         self._trace = TraceWriter(trace) if trace is not None else None
@@ -38,11 +38,11 @@ class Activity:
             self._add(rank, "commands", command, began, now)
 
     def stepped(self, event: Tokens, now: float) -> None:
-        """One engine step of a serving rank has arrived."""
+        """A serving rank tells of its engine's steps; their time counts as the last before now."""
         self._load[event.rank] = (event.running, event.waiting)
         versions = [update.weight_versions[-1] for update in event.updates if update.weight_versions]
         self._versions[event.rank] = max([self._versions[event.rank], *versions])
-        self._add(event.rank, "engine", "engine step", now - event.seconds, now)
+        self._add(event.rank, "engine", "engine steps", now - event.seconds, now)
 
     def note_roles(self, roles: dict[int, str], now: float) -> None:
         """Who is what from now on; the time in a role is a span."""

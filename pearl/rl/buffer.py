@@ -152,18 +152,18 @@ class Buffer:
         `max_staleness` versions older than `weight_version` (that of the weights which the update starts from) are dropped
         and counted instead.
         """
-        while True:
+        while len(self._ready) >= batch_groups:
             oldest = sorted(self._ready.keys() | self._open.keys())[:batch_groups]
             if len(oldest) < batch_groups or any(group_id in self._open for group_id in oldest):
                 return None
             stale = [group_id for group_id in oldest if self._is_stale(group_id, weight_version, max_staleness)]
             if not stale:
-                break
+                batch = [self._ready.pop(group_id) for group_id in oldest]
+                self.trained += sum(len(group.trajectories) for group in batch)
+                return batch
             for group_id in stale:
                 self.drop_group(group_id, "stale")
-        batch = [self._ready.pop(group_id) for group_id in oldest]
-        self.trained += sum(len(group.trajectories) for group in batch)
-        return batch
+        return None
 
     def _is_stale(self, group_id: int, weight_version: int, max_staleness: int) -> bool:
         members = self._ready[group_id].trajectories

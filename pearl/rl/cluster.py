@@ -92,8 +92,6 @@ class Cluster:
         self.router = router
         self.collector: Collector | None = None
         self.service: ClusterService | None = None
-        self.ordered: set[int] = set()
-        """The numbers of all orders to single members."""
         self._driver, self._config = driver, driver.config
         self.claim = self._claim(False, now)
         path = driver.run / "transitions.jsonl"
@@ -280,9 +278,7 @@ class Cluster:
         return {path.name: path.read_text() for path in paths if path.is_file()}
 
     def _reported(self, name: str, event: Report, now: float) -> None:
-        member = self.externals.members.get(event.rank)
-        if member is not None:
-            member.stale = event.stale
+        if event.rank in self.externals.members:
             self.followers.heard(event.rank, event.weight_version)
         report = WorkerReport(
             worker=name,
@@ -367,7 +363,6 @@ class Cluster:
 
     def order(self, worker: str, make: Callable[[int], MemberOrder]) -> int:
         number = self._driver.next_number()
-        self.ordered.add(number)
         order = make(number)
         rank = number_of(worker)
         if rank in self.externals.members:

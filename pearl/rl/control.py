@@ -1,17 +1,15 @@
 """The control thread of a rank: its connection to the controller, which stays awake while the main thread is busy.
 
 Owns the rank's socket, heartbeats, and the watch over parent and controller. It does not interpret commands: they go into
-`inbox` in the order of arrival. Invariant: once the rank is to end, the process is gone at most `timeouts.stop_s` seconds
-later, whatever the main thread is doing. Torch-free.
+the main loop's mailbox in the order of arrival. Invariant: once the rank is to end, the process is gone at most
+`timeouts.stop_s` seconds later, whatever the main thread is doing. Torch-free.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import math
 import os
-import queue
 import signal
 import subprocess
 import threading
@@ -21,7 +19,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgspec
 import zmq
 
 from pearl.channel import ChannelError, Client
@@ -29,6 +26,7 @@ from pearl.config import Timeouts
 from pearl.protocol import Event, Failed, Interrupted, Kill, Notice, Ping, Pong, Status, StepReport, Stop, ToRank
 from pearl.rl import process
 from pearl.rl.heartbeat import LONGEST_GAP_S
+from pearl.rl.mailbox import Mailbox
 
 POLL_MS = 200
 WATCH_EVERY_S = 0.05
@@ -43,10 +41,10 @@ LAUNCHER_GONE = "the launcher is gone"
 
 
 class ControlThread(threading.Thread):
-    """Connects as `rank{n}`; `inbox` holds what the main loop has to do, `show` gets what is for people as it arrives.
+    """Connects as `rank{n}`; `take` gives what the main loop has to do, `show` gets what is for people as it arrives.
 
-    Ends the rank (a `Stop` in the inbox, then a hard exit) when the controller says so because of a failure, when the parent
-    process changes, when the controller was silent for `timeouts.silence_s`, or when it has ended; `controller` is its
+    Ends the rank (a `Stop` for the main loop, then a hard exit) when the controller says so because of a failure, when the
+    parent process changes, when the controller was silent for `timeouts.silence_s`, or when it has ended; `controller` is its
     process on the rank that started it, None elsewhere.
     """
 
@@ -60,18 +58,13 @@ class ControlThread(threading.Thread):
     ) -> None:
         super().__init__(name="control", daemon=True)
         self.rank = rank
-        self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._address = address
         self._timeouts = timeouts
         self._show = show
         self._controller = controller
         self._parent = os.getppid()
-        self._outbox: collections.deque[bytes] = collections.deque()
+        self._mail = Mailbox()
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
-        self._encoder = msgspec.msgpack.Encoder()
-        self._wake_reader, self._wake_writer = os.pipe()
-        os.set_blocking(self._wake_writer, False)
-        os.set_blocking(self._wake_reader, False)
         self._closing = threading.Event()
         self._deadlines: dict[str, float] = {}
         self._exit_code = 1
@@ -80,39 +73,30 @@ class ControlThread(threading.Thread):
     # ------------------------------------------------------------------------------------------------ main thread
 
     def send(self, event: Event) -> None:
-        """Queues an event for the controller; callable from the main thread only (one encoder)."""
-        self._outbox.append(self._encoder.encode(event))
-        self._wake()
+        """Queues an event for the controller; from any thread."""
+        self._mail.send(event)
 
     def take(self, timeout_s: float) -> list:
         """What has arrived for the main loop; waits up to `timeout_s` for the first of it."""
-        messages = []
-        try:
-            messages.append(self.inbox.get(timeout=timeout_s) if timeout_s > 0 else self.inbox.get_nowait())
-            while True:
-                messages.append(self.inbox.get_nowait())
-        except queue.Empty:
-            return messages
+        return self._mail.take(timeout_s)
 
     def interrupt(self, signum: int) -> None:
         """After a signal, from any thread: the controller is told and will say stop; if not, the rank ends by itself."""
         self._calls.append(partial(self._interrupted, signum))
-        self._wake()
+        self._mail.ring()
 
     def fail(self, reason: str) -> None:
         """From any thread: the rank is to end, and so is the job."""
         self._calls.append(partial(self._lose, reason))
-        self._wake()
+        self._mail.ring()
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Sends what is queued and ends the thread."""
         self._closing.set()
-        self._wake()
+        self._mail.ring()
         self.join(timeout_s)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups already
-            os.write(self._wake_writer, b"x")
+        if not self.is_alive():
+            self._mail.close()
 
     # ------------------------------------------------------------------------------------------------ this thread
 
@@ -121,7 +105,7 @@ class ControlThread(threading.Thread):
             self._run()
         except Exception as error:  # a fault of ours; nobody else would end the rank in time
             traceback.print_exc()
-            self.inbox.put(Stop(number=-1, reason=f"control thread: {type(error).__name__}: {error}", exit_code=1))
+            self._mail.put(Stop(number=-1, reason=f"control thread: {type(error).__name__}: {error}", exit_code=1))
             if not self._closing.wait(self._timeouts.stop_s):
                 os._exit(1)
 
@@ -130,12 +114,12 @@ class ControlThread(threading.Thread):
         client = Client(context, self._address, f"rank{self.rank}", ToRank)
         poller = zmq.Poller()
         poller.register(client.socket, zmq.POLLIN)
-        poller.register(self._wake_reader, zmq.POLLIN)
+        poller.register(self._mail.bell, zmq.POLLIN)
         last, silence, watched = time.monotonic(), 0.0, -math.inf
         while not self._closing.is_set():
             ready = dict(poller.poll(POLL_MS))
-            if self._wake_reader in ready:
-                os.read(self._wake_reader, 65536)
+            if self._mail.bell in ready:
+                self._mail.hush()
             now = time.monotonic()
             gap, last = min(now - last, LONGEST_GAP_S), now
             silence = 0.0 if client.socket in ready and self._receive(client) else silence + gap
@@ -163,7 +147,7 @@ class ControlThread(threading.Thread):
                 case Stop():
                     self._stopped(message)
                 case _:
-                    self.inbox.put(message)
+                    self._mail.put(message)
         return bool(messages)
 
     def _stopped(self, stop: Stop) -> None:
@@ -174,7 +158,7 @@ class ControlThread(threading.Thread):
             self._exit_code = stop.exit_code
             self._deadlines["exit"] = self._timeouts.stop_s
             self._show(stop)
-        self.inbox.put(stop)
+        self._mail.put(stop)
 
     def _watch(self, silence: float) -> None:
         """Whether there is still somebody to work for; no longer asked once the rank is to end."""
@@ -201,13 +185,13 @@ class ControlThread(threading.Thread):
             self._lose(LAUNCHER_GONE)
             return
         name = signal.Signals(signum).name
-        self._outbox.append(msgspec.msgpack.encode(Interrupted(rank=self.rank, signal=name)))
+        self._mail.send(Interrupted(rank=self.rank, signal=name))
         self._end(f"interrupted by {name}", exit_code=128 + signum, grace_s=ANSWER_GRACE_S)
 
     def _lose(self, reason: str) -> None:
         """The rank cannot go on, and the controller hears of it."""
         if "stop" not in self._deadlines:
-            self._outbox.append(msgspec.msgpack.encode(Failed(rank=self.rank, error=reason, traceback="")))
+            self._mail.send(Failed(rank=self.rank, error=reason, traceback=""))
             self._end(reason, grace_s=ANSWER_GRACE_S)
 
     def _end(self, reason: str, *, exit_code: int = 1, grace_s: float = 0.0) -> None:
@@ -220,16 +204,14 @@ class ControlThread(threading.Thread):
         self._deadlines = {name: left - gap for name, left in self._deadlines.items()}
         if self._last_word is not None and self._deadlines["stop"] <= 0:
             self._show(self._last_word)
-            self.inbox.put(self._last_word)
+            self._mail.put(self._last_word)
             self._last_word = None
         if self._deadlines.get("exit", 1.0) <= 0:
             os._exit(self._exit_code)
 
     def _flush(self, client: Client) -> None:
         try:
-            while self._outbox:
-                client.send_encoded(self._outbox[0])
-                self._outbox.popleft()
+            self._mail.flush(client)
         except ChannelError as error:
             if "stop" not in self._deadlines:
                 self._end(str(error))

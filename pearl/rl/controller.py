@@ -23,7 +23,7 @@ from typing import Any
 import zmq
 
 from pearl import config as configuration
-from pearl.channel import ChannelError, Server, wait
+from pearl.channel import ChannelError, Server, Waiter
 from pearl.clock import Clock, WallClock
 from pearl.config import Config, ElasticOptions
 from pearl.engine.models.config import from_folder
@@ -98,6 +98,7 @@ class Controller:
         """Why workers cannot join."""
         self.externals = self._open_door(run / JOIN_ADDRESS)
         self.cluster = Cluster(self, self.externals, Router(), self.clock.now())
+        self._waiter = Waiter([self.server, *self.pool.ends, *self.externals.ends])
         self._tokenizer: Tokenizer | None = None
         self._system_prompt = ""
         self._example: Sequence[str] = ()
@@ -226,7 +227,7 @@ class Controller:
         The first comes before the wait: between two turns a step may have ended, after which nothing arrives by itself.
         """
         self._let_start()
-        wait([self.server, *self.pool.ends, *self.externals.ends], timeout_s)
+        self._waiter.wait(timeout_s)
         for _, message in self.server.receive():
             self._take(message)
         for event in self.externals.receive():
@@ -315,11 +316,11 @@ class Controller:
                 self.activity.stepped(message, self.clock.now())
                 self.cluster.take(message, self.clock.now())
             case Done():
-                if message.number in self.cluster.ordered:
-                    self.cluster.take(message, self.clock.now())
-                else:  # of a command; an error if it is none that is waited for
+                if message.number in self._done:
                     self.activity.end(message.rank, self.clock.now())
                     self._done[message.number][message.rank] = message
+                else:  # of an order to one member, or of nothing that anybody waits for, which is counted
+                    self.cluster.take(message, self.clock.now())
             case Hello():
                 self._hellos[message.rank] = message
                 self._heartbeat.advance(self.clock.now())  # time before it came does not count against it

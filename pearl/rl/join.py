@@ -124,6 +124,7 @@ class External:
                 publish_timeout_s=config.timeouts.command_s,
                 fetcher=parts.fetcher,
                 block_size=config.engine.block_size,
+                report_s=config.report_s,
             )
             link.watch()
             code = loop.run()

@@ -200,6 +200,7 @@ class Launch:
             publish_timeout_s=timeouts.command_s,
             fetcher=parts.fetcher,
             block_size=self.config.engine.block_size,
+            report_s=self.config.report_s,
         )
 
     def _meet(self) -> Any:

@@ -1,18 +1,16 @@
 """The connection of an external worker to a job: it asks to join, answers heartbeats, and says when the job is not heard of.
 
-Owns the worker's socket and the watch over the job's silence. It does not interpret orders: they go into `inbox` in the order
-of arrival. Invariants: a link is for one membership, under a name that nobody can guess; once it is lost it stays so, and the
-main loop is told by a `Stop`; no wait is without a limit; a main loop that comes by no more ends the process. Torch-free.
+Owns the worker's socket and the watch over the job's silence. It does not interpret orders: they go into the main loop's
+mailbox in the order of arrival. Invariants: a link is for one membership, under a name that nobody can guess; once it is lost
+it stays so, and the main loop is told by a `Stop`; no wait is without a limit; a main loop that comes by no more ends the
+process. Torch-free.
 """
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import faulthandler
 import math
 import os
-import queue
 import re
 import secrets
 import socket
@@ -22,7 +20,6 @@ import time
 import traceback
 from dataclasses import dataclass
 
-import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -30,6 +27,7 @@ from pearl.channel import ChannelError, Client
 from pearl.protocol import Event, Join, Joined, Notice, Ping, Pong, Refused, Status, StepReport, Stop, ToRank
 from pearl.rl.door import client_options
 from pearl.rl.heartbeat import LONGEST_GAP_S
+from pearl.rl.mailbox import Mailbox
 
 POLL_MS = 200
 ASK_EVERY_S = 2.0
@@ -75,20 +73,14 @@ class Link(threading.Thread):
 
     def __init__(self, address: Address, silence_s: float, gpus: list[str]) -> None:
         super().__init__(name="link", daemon=True)
-        self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self.answered = threading.Event()
         self.answer: Joined | Refused | None = None
         self.lost = ""
         """Why the job is not heard of any more."""
         self._address, self.silence_s = address, silence_s
         self._join = Join(pid=os.getpid(), host=socket.gethostname(), gpus=gpus)
-        self._outbox: collections.deque[bytes] = collections.deque()
-        self._encoder = msgspec.msgpack.Encoder()
-        self._wake_reader, self._wake_writer = os.pipe()
-        os.set_blocking(self._wake_writer, False)
-        os.set_blocking(self._wake_reader, False)
+        self._mail = Mailbox()
         self._closing = threading.Event()
-        self._lock = threading.Lock()
         self.stuck_s = math.inf
         self._watched = False
         self._away_s = 0.0
@@ -99,19 +91,12 @@ class Link(threading.Thread):
 
     def send(self, event: Event) -> None:
         """Queues an event for the job; from any thread."""
-        with self._lock:
-            self._outbox.append(self._encoder.encode(event))
-        self._wake()
+        self._mail.send(event)
 
     def take(self, timeout_s: float) -> list:
         """What has arrived for the main loop; waits up to `timeout_s` for the first of it."""
         self._away_s = 0.0
-        messages = []
-        with contextlib.suppress(queue.Empty):
-            messages.append(self.inbox.get(timeout=timeout_s) if timeout_s > 0 else self.inbox.get_nowait())
-            while True:
-                messages.append(self.inbox.get_nowait())
-        return messages
+        return self._mail.take(timeout_s)
 
     def watch(self) -> None:
         """From now on the main loop has to come by at least every `stuck_s`."""
@@ -127,15 +112,10 @@ class Link(threading.Thread):
     def close(self, timeout_s: float = 2.0) -> None:
         """Sends what is queued and ends the thread."""
         self._closing.set()
-        self._wake()
+        self._mail.ring()
         self.join(timeout_s)
         if not self.is_alive():
-            for end in (self._wake_reader, self._wake_writer):
-                os.close(end)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups already
-            os.write(self._wake_writer, b"x")
+            self._mail.close()
 
     # ------------------------------------------------------------------------------------------------ this thread
 
@@ -159,7 +139,7 @@ class Link(threading.Thread):
         client = Client(context, where, secrets.token_hex(16), ToRank, options=client_options(self._address.token))
         refusals = client.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         poller = zmq.Poller()
-        for end in (client.socket, self._wake_reader, refusals):
+        for end in (client.socket, self._mail.bell, refusals):
             poller.register(end, zmq.POLLIN)
         last, silence, asked = time.monotonic(), 0.0, -ASK_EVERY_S
         while not self._closing.is_set() and not self.lost:
@@ -168,8 +148,8 @@ class Link(threading.Thread):
                 asked = now
                 client.send(self._join)
             ready = dict(poller.poll(POLL_MS))
-            if self._wake_reader in ready:
-                os.read(self._wake_reader, 65536)
+            if self._mail.bell in ready:
+                self._mail.hush()
             if refusals in ready:
                 self._refused(refusals)
             now = time.monotonic()
@@ -223,23 +203,17 @@ class Link(threading.Thread):
                 case _:
                     if isinstance(message, Stop):
                         self.watch()
-                    self.inbox.put(message)
+                    self._mail.put(message)
         return bool(messages)
 
     def _lose(self, reason: str) -> None:
         self.lost = self.lost or reason
         self.watch()
         self.answered.set()
-        self.inbox.put(Stop(number=-1, reason=self.lost, exit_code=EXIT_LOST))
+        self._mail.put(Stop(number=-1, reason=self.lost, exit_code=EXIT_LOST))
 
     def _flush(self, client: Client) -> None:
-        while True:
-            with self._lock:
-                if not self._outbox:
-                    return
-                payload = self._outbox.popleft()
-            try:
-                client.send_encoded(payload)
-            except ChannelError as error:
-                self._lose(str(error))
-                return
+        try:
+            self._mail.flush(client)
+        except ChannelError as error:
+            self._lose(str(error))

@@ -42,14 +42,12 @@ def number_of(name: str) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """One of the external ones. `peer`: the name under which it connected. `stale`: messages that it dropped, by its last
-    report."""
+    """One of the external ones. `peer`: the name under which it connected."""
 
     number: int
     peer: str
     gpus: list[str]
     ready: Ready | None = None
-    stale: int = 0
 
     @property
     def name(self) -> str:

@@ -31,8 +31,9 @@ def implausible(event: Event, *, vocab_size: int, newest: int, max_model_len: in
     the job's requests may be."""
     match event:
         case Tokens():
-            load = event.waiting, event.running, event.free_blocks, event.computed, event.context
-            return _numbers(event.seconds, *load) or _tokens(event, vocab_size, newest)
+            load = event.waiting, event.running, event.free_blocks
+            steps = (value for sums in event.steps for value in msgspec.structs.astuple(sums))
+            return _numbers(event.seconds, event.step_s, *load, *steps) or _tokens(event, vocab_size, newest)
         case Report():
             wrong = _numbers(event.kv_used, event.kv_total, event.running, event.waiting)
             return wrong or _version(event.weight_version, newest)

@@ -76,6 +76,7 @@ class RankLoop:
     """`run()` returns the rank's exit code. A rank that only trains has no engine, one that only serves no trainer.
 
     `fetcher` is the way to weights of a rank that has no part in publishing; `block_size` turns blocks into tokens.
+    `report_s`: as of `Serving`.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class RankLoop:
         publish_timeout_s: float,
         fetcher: Fetcher | None = None,
         block_size: int = 16,
+        report_s: float = 0.0,
     ) -> None:
         self.rank = rank
         self.stop_reason = ""
@@ -105,7 +107,9 @@ class RankLoop:
         self._serving: Serving | None = None
         if engine is not None:
             lent = trainer if engine.asleep else None
-            self._serving = Serving(rank, engine, control.send, fetcher=fetcher, trainer=lent, block_size=block_size)
+            self._serving = Serving(
+                rank, engine, control.send, fetcher=fetcher, trainer=lent, block_size=block_size, report_s=report_s
+            )
 
     def run(self) -> int:
         try:

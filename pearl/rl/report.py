@@ -30,7 +30,7 @@ MOST_SPANS = 3000
 """The timeline shows the last so many spans: a page must open in a second."""
 MOST_TOKENS = 600
 """So many tokens of a sample trajectory are shown."""
-COLOURS = {"TrainStep": 1, "engine step": 0, "Publish": 2, "Checkpoint": 3, "Export": 4, "SetReference": 5}
+COLOURS = {"TrainStep": 1, "engine steps": 0, "Publish": 2, "Checkpoint": 3, "Export": 4, "SetReference": 5}
 LOWEST_LOGPROB = -4.0
 """From here on a sampled token is at its darkest."""
 

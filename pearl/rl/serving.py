@@ -2,8 +2,8 @@
 
 Owns what the engine is doing on behalf of the controller. It decides nothing, and knows engine, trainer and the way to newer
 weights only as what was injected. Invariants: every request that was submitted is answered, handed over or given up to an
-`Abort`; all tokens of a request are sent before it is offered to others; an order of an epoch that is over, or doubled, changes
-nothing and is counted; an order that cannot be carried out leaves the engine as it was.
+`Abort`; all tokens of a request are sent before it is offered to others, and with its end; an order of an epoch that is over,
+or doubled, changes nothing and is counted; an order that cannot be carried out leaves the engine as it was.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from pearl.protocol import (
     TakenOver,
     TakeOver,
     Tokens,
-    TokenUpdate,
     Wake,
 )
+from pearl.rl.token_report import TokenReport
 from pearl.rl.waking import Fetcher, SleepingTrainer, Waking
 
 REPORT_EVERY_S = 1.0
@@ -62,7 +62,10 @@ class ServingEngine(Protocol):
 
 
 class Serving:
-    """`send(event)` reaches the controller. `trainer`: of a training rank that lends its device; such a rank begins asleep."""
+    """`send(event)` reaches the controller. `trainer`: of a training rank that lends its device; such a rank begins asleep.
+
+    `report_s`: how long tokens of requests that have not ended may wait for others before they are sent.
+    """
 
     def __init__(
         self,
@@ -73,6 +76,7 @@ class Serving:
         fetcher: Fetcher | None = None,
         trainer: SleepingTrainer | None = None,
         block_size: int = 16,
+        report_s: float = 0.0,
     ) -> None:
         self.waking = Waking(engine, fetcher, trainer)
         self.rank = rank
@@ -90,9 +94,11 @@ class Serving:
         self._arriving: dict[str, str] = {}
         self._dry = False
         self._computed = 0
-        self._unsent_s = 0.0
-        """Of steps that computed something and gave no token: pieces of long prompts. They are part of the next that does."""
+        self._seconds = self._step_s = self._pieces_s = 0.0
+        """Of steps that were not told yet; of the last one; of those that computed something and gave no token: pieces of long
+        prompts, which are part of the next that does."""
         self._reported = 0.0
+        self._unsent = TokenReport(report_s)
 
     # ------------------------------------------------------------------------------------------------ the loop
 
@@ -113,6 +119,7 @@ class Serving:
             case Abort():
                 for request_id in message.request_ids:
                     self._live.discard(request_id)
+                    self._unsent.drop(request_id)
                     self.engine.discard(request_id)
                 self._offered = {name: one for name, one in self._offered.items() if one not in message.request_ids}
             case HandOver():
@@ -127,16 +134,18 @@ class Serving:
         return True
 
     def step(self) -> None:
-        """One step of the engine: what it gave is sent, then what it offers, then whose KV has arrived."""
+        """One step of the engine: what it gave is sent once it is due, then what it offers, then whose KV has arrived."""
         started = time.perf_counter()
-        updates = [_update_of(update) for update in self.engine.step_updates()]
-        self._dry = not updates
+        updates = self.engine.step_updates()
+        batch, prompts = self._unsent.add(updates)
+        self._dry = not batch
         seconds = time.perf_counter() - started
-        if updates:
-            self._send_tokens(updates, self._unsent_s + seconds)
+        if batch:
+            self._count(batch, prompts, self._pieces_s + seconds)
         elif self.engine.stats().num_computed_tokens > self._computed:
-            self._unsent_s += seconds
+            self._pieces_s += seconds
         offers, self._offers = self._offers + self.engine.take_handoffs(), []
+        self._tell(everything=bool(offers))
         if offers:
             self._offered |= {offer.transfer_id: offer.request_id for offer in offers}
             self._send(HandedOff(rank=self.rank, transfers=offers))
@@ -145,7 +154,8 @@ class Serving:
             self._send(TakenOver(rank=self.rank, transfer_id=transfer_id, request_id=request_id, ok=True))
 
     def report(self, now: float) -> None:
-        """Tells its numbers if the last time is long enough ago."""
+        """Tells its numbers if the last time is long enough ago, and tokens that are due."""
+        self._tell()
         if not self.active or now - self._reported < REPORT_EVERY_S:
             return
         self._reported = now
@@ -160,20 +170,18 @@ class Serving:
                 kv_used=blocks[1] * self._block_size,
                 kv_total=blocks[0] * self._block_size,
                 weight_version=stats.weight_version,
-                stale=self.stale,
             )
         )
 
     # ------------------------------------------------------------------------------------------------ requests
 
     def _submit(self, requests: list[NewRequest]) -> None:
-        refused = []
         for request in requests:
             if request.request_id in self._live:
                 self.stale += 1
                 continue
             if self.engine.asleep:  # it was sent before the controller heard that this rank is to sleep
-                refused.append(_ended(request.request_id, "abort"))
+                self._unsent.end(request.request_id, "abort")
                 continue
             try:
                 self.engine.add_request(
@@ -181,9 +189,8 @@ class Serving:
                 )
                 self._live.add(request.request_id)
             except ValueError as error:  # the request's own fault; its trajectory pays, the rank goes on
-                refused.append(_ended(request.request_id, "error", str(error)))
-        if refused:
-            self._send_tokens(refused, 0.0)
+                self._unsent.end(request.request_id, "error", str(error))
+        self._tell()
 
     def _hand_over(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -201,7 +208,9 @@ class Serving:
                 print(f"request {transfer.request_id} cannot be taken over: {error}", flush=True)
         arrived = not (ok and self.engine.is_arriving(transfer.transfer_id))
         if ok:
+            state = transfer.state
             self._live.add(transfer.request_id)
+            self._unsent.taken_over(transfer.request_id, begun=len(state.token_ids) > state.num_prompt_tokens)
         if not arrived:
             self._arriving[transfer.transfer_id] = transfer.request_id
         self._send(
@@ -219,8 +228,26 @@ class Serving:
             self._given.add(answer.transfer_id)
         if answer.ok and request_id is not None:
             self._live.discard(request_id)
+            self._unsent.drop(request_id)
 
-    def _send_tokens(self, updates: list[TokenUpdate], seconds: float) -> None:
+    def _count(self, batch: int, prompts: int, seconds: float) -> None:
+        """A step gave `batch` requests something, of which it ended the prompts of some."""
+        stats = self.engine.stats()
+        computed, self._computed = stats.num_computed_tokens - self._computed, stats.num_computed_tokens
+        self._seconds += seconds
+        self._step_s, self._pieces_s = seconds, 0.0
+        if computed:
+            context = stats.used_blocks * self._block_size / max(1, stats.running)
+            self._unsent.add_step(computed=computed, batch=batch, prompts=prompts, context=context, seconds=seconds)
+
+    def _tell(self, *, everything: bool = False) -> None:
+        """Sends the tokens that are due, or all."""
+        now = time.monotonic()
+        if not everything and not self._unsent.due(now):
+            return
+        updates, steps = self._unsent.take(now, everything=everything)
+        if not updates:
+            return
         for update in updates:
             if update.finish_reason is not None:
                 self._live.discard(update.request_id)
@@ -229,15 +256,15 @@ class Serving:
             Tokens(
                 rank=self.rank,
                 updates=updates,
-                seconds=seconds,
+                seconds=self._seconds,
                 waiting=stats.waiting,
                 running=stats.running,
                 free_blocks=stats.free_blocks,
-                computed=stats.num_computed_tokens - self._computed if seconds else 0,
-                context=stats.used_blocks * self._block_size,
+                step_s=self._step_s,
+                steps=steps,
             )
         )
-        self._computed, self._unsent_s = stats.num_computed_tokens, 0.0
+        self._seconds = 0.0
 
     # ------------------------------------------------------------------------------------------------ orders
 
@@ -283,41 +310,24 @@ class Serving:
             self.engine.finish_export(transfer_id, True)
         self._offers, self._offered, self._given = [], {}, set()
         deadline = time.monotonic() + QUIET_LIMIT_S
-        updates: list[TokenUpdate] = []
+        ended: set[str] = set()
         while True:
-            updates += [_update_of(update) for update in self.engine.step_updates()]
+            updates = list(self.engine.step_updates())
+            self._unsent.add(updates)
+            ended |= {update.request_id for update in updates if update.completion is not None}
             if not self.engine.stats().leased_blocks or time.monotonic() > deadline:
                 break
             time.sleep(DRY_WAIT_S)
-        ended = {update.request_id for update in updates if update.finish_reason is not None}
-        updates += [_ended(request_id, "abort") for request_id in names if request_id not in ended]
+        for request_id in names:
+            if request_id not in ended:
+                self._unsent.end(request_id, "abort")
         for transfer_id, request_id in self._arriving.items():
             self._send(TakenOver(rank=self.rank, transfer_id=transfer_id, request_id=request_id, ok=True))
         self._arriving = {}
-        if updates:
-            self._send_tokens(updates, 0.0)
+        self._tell(everything=True)
         return len(names)
 
     def _woken(self, order: Wake | Fetch | None, metrics: dict[str, Any] | None) -> dict[str, Any] | None:
         if metrics is not None and isinstance(order, Wake):
             self.active, self._dry = True, False
         return metrics
-
-
-def _update_of(update: Any) -> TokenUpdate:
-    end = update.completion
-    return TokenUpdate(
-        request_id=update.request_id,
-        token_ids=list(update.token_ids),
-        logprobs=list(update.logprobs),
-        weight_versions=list(update.weight_versions),
-        finish_reason=end.finish_reason if end else None,
-        error=end.error if end else None,
-        num_cached_tokens=end.num_cached_tokens if end else 0,
-    )
-
-
-def _ended(request_id: str, reason: Any, error: str | None = None) -> TokenUpdate:
-    return TokenUpdate(
-        request_id=request_id, token_ids=[], logprobs=[], weight_versions=[], finish_reason=reason, error=error
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,7 @@ class StepMeter:
         self._counts = dict(collector.counts)
         self._engine_s = collector.engine_seconds
         self._env_s = collector.env_seconds
+        self._cpu_s = time.process_time()
 
     def collected(self) -> float | None:
         """The batch is complete; training begins. How long its rollout took, None if the run waited for something else.
@@ -99,6 +101,7 @@ class StepMeter:
         total, rollout_s = now - self._began, self._collected - self._began
         engine_s = self._collector.engine_seconds - self._engine_s
         env_s = self._collector.env_seconds - self._env_s
+        cpu_s = time.process_time()
         work_s = engine_s + env_s + trained.seconds + publish_s + eval_s
         row: dict[str, Any] = {
             "time_s": total,
@@ -110,6 +113,7 @@ class StepMeter:
             "other_s": total - rollout_s - trained.seconds - publish_s - eval_s,
             "engine_s": engine_s,
             "env_s": env_s,
+            "controller_cpu_s": cpu_s - self._cpu_s,
             "overhead_s": max(0.0, total - work_s) if self._takes_turns else None,
             "train_busy": trained.seconds / total,
             "serve_busy": engine_s / total / self._serving_ranks,
@@ -119,6 +123,7 @@ class StepMeter:
             "prefix_hit_rate": counts["cached_tokens"] / max(1, counts["prompt_tokens"]),
         }
         row |= {name: trained.metrics.get(name) for name in TRAINER_METRICS} | self._collector.token_books()
+        self._cpu_s = cpu_s
         self._began, self._counts = now, dict(self._collector.counts)
         self._engine_s, self._env_s = self._collector.engine_seconds, self._collector.env_seconds
         return row
@@ -138,6 +143,6 @@ def episode_row(trajectory: Trajectory) -> dict[str, Any]:
         "turns": trajectory.turns,
         "token_ids": trajectory.token_ids,
         "loss_mask": trajectory.loss_mask,
-        "logprobs": [round(value, 4) for value, mask in zip(trajectory.logprobs, trajectory.loss_mask, strict=True) if mask],
+        "logprobs": np.round(np.array(trajectory.logprobs)[np.array(trajectory.loss_mask, dtype=bool)], 4).tolist(),
         "weight_versions": [trajectory.oldest_version, max(trajectory.weight_versions, default=-1)],
     }

@@ -2,9 +2,10 @@
 
 Owns the sums between two steps, and how they become a `StepTelemetry`. It decides nothing. Torch-free.
 
-Steps are gathered by their size (powers of two). The first token of a request ends its prompt, every other one is a decode: so
-a step is one of decodes alone, of prompts alone, or both; of the last kind, what exceeds a decode step of its size is put down
-to the prompts. A hand-over lasts from its offer to the first token after it, less the step that made that token.
+Steps are gathered by their size (powers of two), by the members already (`token_report.py`). The first token of a request ends
+its prompt, every other one is a decode: so a step is one of decodes alone, of prompts alone, or both; of the last kind, what
+exceeds a decode step of its size is put down to the prompts. A hand-over lasts from its offer to the first token after it, less
+the step that made that token.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pearl.protocol import HandedOff, KVTransfer, Tokens
+from pearl.protocol import HandedOff, KVTransfer, StepSums, Tokens
 from pearl.rl.types import Group, Trajectory
 from pearl.sched.profile import DecodeSample, PrefillSample, StepTelemetry, TransferSample
 from pearl.sched.workload import QUANTILES
@@ -35,13 +36,13 @@ class _Steps:
     prompts: float = 0.0
     seconds: float = 0.0
 
-    def add(self, size: int, context: float, decodes: int, prompts: int, seconds: float) -> None:
-        self.count += 1
-        self.size += size
-        self.context += context
-        self.decodes += decodes
-        self.prompts += max(1, prompts)
-        self.seconds += seconds
+    def add(self, more: StepSums) -> None:
+        self.count += more.count
+        self.size += more.size
+        self.context += more.context
+        self.decodes += more.decodes
+        self.prompts += more.prompts
+        self.seconds += more.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +55,8 @@ class _Offer:
 
 
 class TelemetryMeter:
-    """`stepped` takes every engine step, `handed_off` every offer, `playing` how many trajectories are under way; `finish` says
-    what came of them, and then the next RL step begins. Times are of the caller's clock.
+    """`stepped` takes what members say of their engine steps, `handed_off` every offer, `playing` how many trajectories are
+    under way; `finish` says what came of them, and then the next RL step begins. Times are of the caller's clock.
     """
 
     def __init__(self) -> None:
@@ -63,26 +64,21 @@ class TelemetryMeter:
         self._prefill: dict[tuple[int, bool], _Steps] = {}
         self._moves: list[tuple[int | None, float]] = []
         self._offers: dict[str, _Offer] = {}
-        self._answering: set[str] = set()
-        self._answered_before: set[str] = set()
         self._env_s = 0.0
         self._flight = self._flight_s = 0.0
         self._flight_at: float | None = None
 
     def stepped(self, event: Tokens, now: float) -> None:
-        """One engine step of any member."""
-        prompts = self._note_requests(event, now)
-        batch = len(event.updates)
-        if not event.computed or not batch:
-            return
-        decodes = batch - prompts
-        new = event.computed - decodes
-        context = event.context / max(1, event.running)
-        if new > 0:
-            key = new.bit_length(), decodes > 0
-            self._prefill.setdefault(key, _Steps()).add(new, context, decodes, prompts, event.seconds)
-        elif not prompts:
-            self._decode.setdefault(batch.bit_length(), _Steps()).add(batch, context, batch, 0, event.seconds)
+        """Engine steps of any member."""
+        if self._offers:
+            self._end_moves(event, now)
+        for sums in event.steps:
+            if sums.count > 0 and sums.size > 0 and (sums.prompts > 0 or not sums.prefill):
+                bits = (sums.size // sums.count).bit_length()
+                if sums.prefill:
+                    self._prefill.setdefault((bits, sums.decodes > 0), _Steps()).add(sums)
+                else:
+                    self._decode.setdefault(bits, _Steps()).add(sums)
 
     def handed_off(self, event: HandedOff, now: float) -> None:
         """A member offers requests."""
@@ -148,21 +144,12 @@ class TelemetryMeter:
             transfer=_transfers(moves, per_turn),
         )
 
-    def _note_requests(self, event: Tokens, now: float) -> int:
-        """How many prompts the step ended: requests of which nothing was heard before. Ends hand-overs."""
-        prompts = 0
+    def _end_moves(self, event: Tokens, now: float) -> None:
+        """Hand-overs of which this is the first word after them."""
         for update in event.updates:
-            name = update.request_id
-            if name not in self._answering:
-                prompts += name not in self._answered_before and bool(update.token_ids)
-                self._answering.add(name)
-            if update.finish_reason is not None:
-                self._answering.discard(name)
-                self._answered_before.discard(name)
-            offer = self._offers.pop(name, None) if self._offers else None
+            offer = self._offers.pop(update.request_id, None)
             if offer is not None and update.token_ids and event.rank != offer.rank:
-                self._moves.append((offer.tokens, max(0.0, now - offer.at - event.seconds)))
-        return prompts
+                self._moves.append((offer.tokens, max(0.0, now - offer.at - event.step_s)))
 
     def _begin_again(self, now: float) -> list[tuple[int | None, float]]:
         """Empties the sums; the hand-overs that there were."""
@@ -170,7 +157,6 @@ class TelemetryMeter:
         self._decode, self._prefill = {}, {}
         self._flight = self._flight_s = 0.0
         self._offers = {name: offer for name, offer in self._offers.items() if now - offer.at < LONGEST_MOVE_S}
-        self._answered_before, self._answering = self._answering, set()
         return moves
 
     def _samples(self) -> tuple[tuple[DecodeSample, ...], tuple[PrefillSample, ...]]:

@@ -235,7 +235,7 @@ class TrainingRun:
             complete,
             "rollout.request_timeout_s",
             f"a batch of {needed} groups",
-            renew=lambda: (self._collector.counts["generated_tokens"], self.buffer.in_flight, self.buffer.dropped.total()),
+            renew=lambda: (self._collector.counts["generated_tokens"], self.buffer.dispatched, self.buffer.dropped.total()),
         )
         assert batch is not None
         self._filtered = 0

@@ -47,8 +47,7 @@ class Trajectory:
     @property
     def oldest_version(self) -> int:
         """The weight version of the first sampled token still in the trajectory; -1 if none was sampled."""
-        sampled = [version for version in self.weight_versions if version >= 0]
-        return min(sampled, default=-1)
+        return min(set(self.weight_versions) - {-1}, default=-1)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -293,7 +293,8 @@ class ClusterScheduler:
             commands += self._requeue(name)
         if event.ok:
             return commands + self._let_train(now) + self._later("transition over", now)
-        self._failed_at[name] = now
+        rested = now - self.settings.pd.cooldown_s
+        self._failed_at = {one: at for one, at in self._failed_at.items() if at > rested} | {name: now}
         return commands + (self._again([name], now) if before.was_active and not before.next_active else [])
 
     def _lost(self, name: str, reason: str, now: float) -> list[ClusterCommand]:

@@ -3,8 +3,9 @@
 Owns one row of small numbers per worker; no requests, no decisions. `apply` is the only way to change it, and an event that
 was seen before, or that is of an epoch that is over, changes nothing and is counted.
 
-Invariants (`check`): a worker keeps its slot and GPUs for life, also if it comes back; no two dedicated workers share a GPU,
-nor two training or two overlap workers, nor a dedicated one with either; on no GPU do a trainer and a borrower run at once.
+Invariants (`check`): a worker keeps its slot and GPUs for life, also if it comes back before it is forgotten; no two dedicated
+workers share a GPU, nor two training or two overlap workers, nor a dedicated one with either; on no GPU do a trainer and a
+borrower run at once.
 """
 
 from __future__ import annotations
@@ -51,7 +52,6 @@ class Worker(Struct, frozen=True, kw_only=True):
     prepared: bool
     epoch: int
     since: float
-    last_heard: float
     next_role: WorkerRole
     next_active: bool
     was_active: bool
@@ -86,6 +86,10 @@ class Worker(Struct, frozen=True, kw_only=True):
         return self.zone is Zone.OVERLAP and self.role is not WorkerRole.TRAINING and idle
 
 
+REMEMBERED = 256
+"""Workers that are gone and known again if they come back; before them, who left first is forgotten."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Past:
     slot: int
@@ -108,6 +112,7 @@ class ClusterState:
         self.departures = 0
         """External workers that were reclaimed or lost."""
         self._past: dict[str, _Past] = {}
+        self._slots = 0
         self._counted_until: float | None = None
         self._external = 0
 
@@ -132,9 +137,9 @@ class ClusterState:
             return self._drop("unknown_worker")
         match event:
             case WorkerReport():
-                return self._report(worker, event, now)
+                return self._report(worker, event)
             case OrderDone():
-                return self._done(worker, event, now)
+                return self._done(worker, event)
             case Ordered():
                 return self._ordered(worker, event, now)
             case WorkerReclaimed():
@@ -185,7 +190,8 @@ class ClusterState:
             return self._drop("doubled")
         self._refuse(event)
         past = self._past.pop(event.worker, None)
-        slot = past.slot if past else len(self.workers) + len(self._past)
+        slot = past.slot if past else self._slots
+        self._slots += past is None
         training = event.role is WorkerRole.TRAINING
         active = self.training == "running" if training else event.active and event.prepared
         self.workers[event.worker] = Worker(
@@ -199,7 +205,6 @@ class ClusterState:
             prepared=event.prepared,
             epoch=past.epoch + 1 if past else 0,
             since=now,
-            last_heard=now,
             next_role=event.role,
             next_active=active,
             was_active=active,
@@ -229,7 +234,7 @@ class ClusterState:
             if shared:
                 raise ValueError(f"worker={name!r}: GPUs {sorted(shared)} are those of {other.name!r}")
 
-    def _report(self, worker: Worker, event: WorkerReport, now: float) -> bool:
+    def _report(self, worker: Worker, event: WorkerReport) -> bool:
         if event.epoch != worker.epoch:
             return self._drop("old_epoch" if event.epoch < worker.epoch else "epoch_ahead")
         self.workers[worker.name] = replace(
@@ -239,7 +244,6 @@ class ClusterState:
             kv_used=event.kv_used,
             kv_total=event.kv_total or worker.kv_total,
             weight_version=event.weight_version,
-            last_heard=max(now, worker.last_heard),
         )
         return True
 
@@ -255,7 +259,7 @@ class ClusterState:
         )
         return True
 
-    def _done(self, worker: Worker, event: OrderDone, now: float) -> bool:
+    def _done(self, worker: Worker, event: OrderDone) -> bool:
         """A failed order leaves the worker as it was."""
         if event.epoch != worker.epoch:
             return self._drop("old_epoch" if event.epoch < worker.epoch else "epoch_ahead")
@@ -273,7 +277,6 @@ class ClusterState:
             next_active=active,
             activity=Activity.ACTIVE if active else Activity.INACTIVE,
             prepared=worker.prepared or event.ok,
-            last_heard=max(now, worker.last_heard),
         )
         return True
 
@@ -287,6 +290,8 @@ class ClusterState:
     def _gone(self, worker: Worker) -> bool:
         del self.workers[worker.name]
         self._past[worker.name] = _Past(slot=worker.slot, gpus=worker.gpus, epoch=worker.epoch)
+        if len(self._past) > REMEMBERED:
+            del self._past[next(iter(self._past))]
         self._external -= worker.external
         self.departures += worker.external and worker.deadline is None
         return True

@@ -92,7 +92,7 @@ def test_the_trace_has_every_second_once(tmp_path: Path) -> None:
     trained = spans(tmp_path / "trace.json", "rank0/commands")
     assert {name for name, _, _ in trained} == {"TrainStep"}
     assert sorted((start, end) for _, start, end in trained) == [(1.0, 3.0), (3.0, 4.0)]
-    assert spans(tmp_path / "trace.json", "rank1/engine") == [("engine step", 1.5, 2.0)]
+    assert spans(tmp_path / "trace.json", "rank1/engine") == [("engine steps", 1.5, 2.0)]
 
 
 def test_an_answer_without_a_command_is_no_work() -> None:

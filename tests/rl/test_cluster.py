@@ -38,11 +38,13 @@ def wanted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return tokens
 
 
-@pytest.mark.parametrize("ratio", ["1:1", "1:2", "2:1"])
+@pytest.mark.parametrize(("ratio", "report_s"), [("1:1", 0.0), ("1:2", 0.0), ("2:1", 0.0), ("1:2", 1e9)])
 def test_a_split_pool_gives_what_one_engine_gives(
-    folder: Path, wanted: dict[str, list[int]], tmp_path: Path, ratio: str
+    folder: Path, wanted: dict[str, list[int]], tmp_path: Path, ratio: str, report_s: float
 ) -> None:
-    town = Town(tmp_path, folder, serving=sum(map(int, ratio.split(":"))), mode="split", ratio=ratio, seed=1)
+    """However seldom tokens are told that need not be told at once."""
+    serving = sum(map(int, ratio.split(":")))
+    town = Town(tmp_path, folder, serving=serving, mode="split", ratio=ratio, seed=1, report_s=report_s)
     town.until(lambda: town.shape == f"{ratio[0]}P{ratio[2]}D" and not town.scheduler.log.open)
     town.start(EPISODES)
     assert town.play() == wanted

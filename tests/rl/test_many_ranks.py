@@ -58,7 +58,7 @@ class Played:
     def overlap(self) -> float:
         """Seconds in which rank 0 trained and rank 1 made tokens."""
         events = read_trace(self.run / "trace.json")
-        return overlap_seconds(events, "rank0/commands", "TrainStep", "rank1/engine", "engine step")
+        return overlap_seconds(events, "rank0/commands", "TrainStep", "rank1/engine", "engine steps")
 
     def seconds_of(self, track: str, name: str) -> float:
         """How long the spans of one name took in all, by the trace."""
@@ -255,7 +255,7 @@ def test_a_resumed_job_plays_and_learns_what_the_whole_one_did(job: Callable[[st
 def test_all_ranks_of_a_kind_share_its_work(job: Callable[[str], Played]) -> None:
     played = job("four, two training")
     training = [played.seconds_of(f"rank{rank}/commands", "TrainStep") for rank in range(4)]
-    serving = [played.seconds_of(f"rank{rank}/engine", "engine step") for rank in range(4)]
+    serving = [played.seconds_of(f"rank{rank}/engine", "engine steps") for rank in range(4)]
     assert min(training[:2]) > 0.5 * max(training[:2])
     assert training[2:] == serving[:2] == [0, 0]
     assert min(serving[2:]) > 0.1 * max(serving[2:])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pearl.protocol import Leaving, Pong, Ready, Report, Tokens, TokenUpdate
+from pearl.protocol import Leaving, Pong, Ready, Report, StepSums, Tokens, TokenUpdate
 from pearl.rl.plausible import FAILED_SESSIONS, TRIES, Failures, implausible
 
 NUMBERS: dict[str, Any] = {"running": 1, "waiting": 0, "kv_used": 3, "kv_total": 9, "weight_version": 4}
@@ -55,6 +55,8 @@ def test_what_workers_say_is_believed(event: Any) -> None:
         (tokens(update(num_cached_tokens=-1)), "num_cached_tokens=-1"),
         (tokens(update(), seconds=math.nan), "finite"),
         (tokens(update(), running=-1), "at least 0"),
+        (tokens(update(), step_s=math.inf), "finite"),
+        (tokens(update(), steps=[StepSums(count=1, size=-1, context=0, seconds=0.1, prefill=False)]), "at least 0"),
         (Report(rank=5, epoch=1, **(NUMBERS | {"kv_total": -9})), "at least 0"),
         (Report(rank=5, epoch=1, **(NUMBERS | {"weight_version": 5})), "weight_version=5"),
         (Leaving(rank=5, notice_s=math.inf), "finite"),

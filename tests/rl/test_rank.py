@@ -132,7 +132,7 @@ class ScriptedPublisher:
         return {"bytes": 8}
 
 
-def run(*batches, polls=1, trains=True, serves=True):
+def run(*batches, polls=1, trains=True, serves=True, report_s=0.0):
     log, port = [], Port(*batches)
     loop = RankLoop(
         rank=0,
@@ -141,6 +141,7 @@ def run(*batches, polls=1, trains=True, serves=True):
         trainer=ScriptedTrainer(log) if trains else None,
         publisher=ScriptedPublisher(log, polls),
         publish_timeout_s=5.0,
+        report_s=report_s,
     )
     return loop, loop.run(), port.sent, log
 
@@ -199,6 +200,15 @@ def test_the_engine_steps_only_while_serving_and_every_token_is_sent():
     tokens = [(update.request_id, *update.token_ids) for event in sent if isinstance(event, Tokens) for update in event.updates]
     assert [token for name, token in tokens if name == "a"] == [11, 12, 13]
     assert [token for name, token in tokens if name == "b"] == [21, 22, 23]
+
+
+def test_tokens_wait_for_an_end_or_their_time_and_the_end_brings_all_of_its_request():
+    _, _, sent, _ = run([Serve(number=0), submit("a", [10])], [], [submit("b", [20])], [], [], [], report_s=1e9)
+    updates = [update for event in sent if isinstance(event, Tokens) for update in event.updates]
+    told = [(one.request_id, *one.token_ids, one.finish_reason) for one in updates]
+    assert told == [("a", 11, None), ("a", 12, 13, "length"), ("b", 21, 22, 23, "length")], "the very first at once"
+    _, _, sent, _ = run([Serve(number=0), submit("a", [10])], [Abort(request_ids=["a"])], [], report_s=1e9)
+    assert [event.updates[0].token_ids for event in sent if isinstance(event, Tokens)] == [[11]]
 
 
 def test_a_refused_request_costs_itself_only():

@@ -76,7 +76,7 @@ def run(tmp_path: Path) -> Path:
     fresh_model.write_model_folder(folder / "policy", ModelOptions(), [])
     trace = TraceWriter(folder / "trace.json")
     trace.span("rank0/commands", "TrainStep", 1.0, 2.0)
-    trace.span("rank1/engine", "engine step", 1.5, 3.0)
+    trace.span("rank1/engine", "engine steps", 1.5, 3.0)
     trace.close()
     return folder
 
@@ -85,7 +85,7 @@ def test_the_page_says_what_happened(run: Path) -> None:
     text = page(run)
     for fact in ("3 of 4", "0.750", "75%", "50%", "1.2k", "8 trained, 0 dropped"):
         assert f"<b>{fact}</b>" in text, fact
-    for name in ("rank0/commands", "rank1/engine", "engine step: 1.500 s", "a late success", "env.options"):
+    for name in ("rank0/commands", "rank1/engine", "engine steps: 1.500 s", "a late success", "env.options"):
         assert name in text, name
     assert "<td>seed</td><td>5</td>" in text and "<td>group_size</td>" not in text
 

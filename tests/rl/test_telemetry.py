@@ -3,35 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
 from pearl.kv_transfer import RequestState
-from pearl.protocol import HandedOff, KVEndpoint, KVLayout, KVTransfer, SamplingParams, Tokens, TokenUpdate
+from pearl.protocol import HandedOff, KVEndpoint, KVLayout, KVTransfer, SamplingParams, Tokens
 from pearl.rl.telemetry import TelemetryMeter
+from pearl.rl.token_report import TokenReport
 from pearl.rl.types import Group, Trajectory, Turn
 from pearl.sched.profile import StepTelemetry
 
 
-def update(name: str, finish: str | None = None) -> TokenUpdate:
-    return TokenUpdate(request_id=name, token_ids=[1], logprobs=[0.0], weight_versions=[0], finish_reason=finish)
+class Member:
+    """A worker, as it tells of its steps: each at once, or the sums of all of them with `tell`."""
 
+    def __init__(self, rank: int = 1) -> None:
+        self.report, self._rank = TokenReport(0.0), rank
 
-def step(names: Sequence[str], computed: int, seconds: float, context: int = 100, rank: int = 1) -> Tokens:
-    """A token for each of these requests."""
-    return Tokens(
-        rank=rank, updates=[update(name) for name in names], seconds=seconds, waiting=0, running=len(names), free_blocks=1,
-        computed=computed, context=context * len(names),
-    )  # fmt: skip
+    def step(self, names: Sequence[str], computed: int, seconds: float, finish: str | None = None) -> Tokens:
+        """A token for each of these requests, which have 100 tokens of context."""
+        self.add(names, computed, seconds, finish)
+        return self.tell(seconds)
+
+    def add(self, names: Sequence[str], computed: int, seconds: float, finish: str | None = None) -> None:
+        end = SimpleNamespace(finish_reason=finish, error=None, num_cached_tokens=0) if finish else None
+        said = {"token_ids": (1,), "logprobs": (0.0,), "weight_versions": (0,), "completion": end}
+        batch, prompts = self.report.add([SimpleNamespace(request_id=name, **said) for name in names])
+        if computed:
+            self.report.add_step(computed=computed, batch=batch, prompts=prompts, context=100.0, seconds=seconds)
+
+    def tell(self, step_s: float = 0.0) -> Tokens:
+        updates, steps = self.report.take(0.0)
+        return Tokens(
+            rank=self._rank, updates=updates, seconds=step_s, waiting=0, running=1, free_blocks=1, step_s=step_s, steps=steps
+        )
 
 
 def requests(count: int, of: str = "r") -> list[str]:
     return [f"{of}{number}" for number in range(count)]
 
 
-def learn(meter: TelemetryMeter, batch: Sequence[Group] = (), env_s: float = 0.0, **counts: int) -> StepTelemetry:
+def learn(
+    meter: TelemetryMeter, batch: Sequence[Group] = (), env_s: float = 0.0, now: float = 0.0, **counts: int
+) -> StepTelemetry:
     zero = {"prompt_tokens": 0, "cached_tokens": 0, "trajectories": 0, "local_tokens": 0}
-    return meter.finish(batch, env_s, now=0.0, **(zero | counts))
+    return meter.finish(batch, env_s, now=now, **(zero | counts))
 
 
 def trajectory(prompt: int, turns: list[tuple[int, int]]) -> Trajectory:
@@ -51,14 +68,18 @@ def group(*members: Trajectory) -> Group:
     return made
 
 
-def test_prompts_pay_for_what_decoding_does_not_explain_and_are_told_from_it() -> None:
-    meter = TelemetryMeter()
-    meter.stepped(step(requests(32), 32 * 50, 0.030), 0.0)  # 32 prompts of 50 tokens, nothing else
-    for batch in (4, 32):
-        for _ in range(10):
-            meter.stepped(step(requests(batch), batch, 0.002 + 0.0001 * batch), 0.0)
-    meter.stepped(step([*requests(32), "late"], 32 + 400, 0.0052 + 0.040), 0.0)  # one more prompt beside 32 decodes
-    meter.stepped(step(requests(8), 0, 9.0), 0.0)  # nobody counted
+@pytest.mark.parametrize("together", [False, True])
+def test_prompts_pay_for_what_decoding_does_not_explain_and_are_told_from_it(together: bool) -> None:
+    meter, member = TelemetryMeter(), Member()
+    steps = [(requests(32), 32 * 50, 0.030)]  # 32 prompts of 50 tokens, nothing else
+    steps += [(requests(batch), batch, 0.002 + 0.0001 * batch) for batch in (4, 32) for _ in range(10)]
+    steps += [([*requests(32), "late"], 32 + 400, 0.0052 + 0.040)]  # one more prompt beside 32 decodes
+    steps += [(requests(8), 0, 9.0)]  # nobody counted
+    for one in steps:
+        member.add(*one)
+        if not together:
+            meter.stepped(member.tell(), 0.0)
+    meter.stepped(member.tell(), 0.0)
     seen = learn(meter)
     assert [(one.batch, one.context, one.count) for one in seen.decode] == [(4, 100, 10), (32, 100, 10)]
     assert [one.seconds for one in seen.decode] == pytest.approx([0.0024, 0.0052])
@@ -69,13 +90,12 @@ def test_prompts_pay_for_what_decoding_does_not_explain_and_are_told_from_it() -
 
 
 def test_a_request_is_new_once_also_across_steps_and_again_after_its_end() -> None:
-    meter = TelemetryMeter()
-    meter.stepped(step(["a"], 100, 0.01), 0.0)
+    meter, member = TelemetryMeter(), Member()
+    meter.stepped(member.step(["a"], 100, 0.01), 0.0)
     learn(meter)
-    meter.stepped(step(["a"], 1, 0.002), 0.0)
-    ended = Tokens(rank=1, updates=[update("a", "stop")], seconds=0.002, waiting=0, running=0, free_blocks=1, computed=1)
-    meter.stepped(ended, 0.0)
-    meter.stepped(step(["a"], 40, 0.005), 0.0)
+    meter.stepped(member.step(["a"], 1, 0.002), 0.0)
+    meter.stepped(member.step(["a"], 1, 0.002, "stop"), 0.0)
+    meter.stepped(member.step(["a"], 40, 0.005), 0.0)
     seen = learn(meter)
     assert [one.count for one in seen.decode] == [2] and [one.new for one in seen.prefill] == [40]
 
@@ -99,10 +119,10 @@ def test_a_hand_over_lasts_from_its_offer_to_the_next_token_without_the_step_tha
     meter = TelemetryMeter()
     offers = [offer("fresh", 500, 501), offer("moved", 500, 601), offer("kept", 9, 10)]
     meter.handed_off(HandedOff(rank=1, transfers=offers), 1.0)
-    meter.stepped(step(["kept"], 1, 0.01, rank=1), 1.01)  # nobody took it: its source goes on
-    meter.stepped(step(["fresh"], 1, 0.01, rank=2), 1.05)
-    meter.stepped(step(["moved"], 1, 0.01, rank=3), 1.21)
-    meter.stepped(step(["moved"], 1, 0.01, rank=3), 1.90)
+    meter.stepped(Member(1).step(["kept"], 1, 0.01), 1.01)  # nobody took it: its source goes on
+    meter.stepped(Member(2).step(["fresh"], 1, 0.01), 1.05)
+    meter.stepped(Member(3).step(["moved"], 1, 0.01), 1.21)
+    meter.stepped(Member(3).step(["moved"], 1, 0.01), 1.90)
     batch = [group(trajectory(10, [(4, 6), (4, 0)]))]
     seen = learn(meter, batch, trajectories=1)
     turn, whole = seen.transfer

@@ -22,7 +22,7 @@ from pearl.sched.events import (
     Zone,
 )
 from pearl.sched.shape import Shape
-from pearl.sched.state import ClusterState
+from pearl.sched.state import REMEMBERED, ClusterState
 
 TRAINING, DECODE, PREFILL = WorkerRole.TRAINING, WorkerRole.DECODE, WorkerRole.PREFILL
 
@@ -52,7 +52,7 @@ def test_an_order_is_under_way_until_it_is_answered() -> None:
 def test_messages_of_other_epochs_and_doubled_ones_are_dropped_and_counted() -> None:
     state = table(joined("a", 0))
     report = WorkerReport(worker="a", epoch=0, running=3, kv_used=7, kv_total=10)
-    assert state.apply(report, 1.0) and state.workers["a"].running == 3 and state.workers["a"].last_heard == 1.0
+    assert state.apply(report, 1.0) and state.workers["a"].running == 3
     state.apply(Ordered(worker="a", role=DECODE), 2.0)
     before = state.workers["a"]
     for event in (report, WorkerReport(worker="a", epoch=5), OrderDone(worker="a", epoch=0), OrderDone(worker="x", epoch=0)):
@@ -158,3 +158,16 @@ def test_no_order_of_events_breaks_the_table_and_repeats_change_nothing(events) 
         for name, row in state.workers.items():
             assert row.epoch >= epochs.get(name, 0), "epochs never go back"
             epochs[name] = row.epoch
+
+
+def test_who_is_long_gone_is_forgotten_and_slots_are_never_shared() -> None:
+    state = table(joined("a", 0))
+    state.apply(WorkerGone(worker="a"), 0.0)
+    for number in range(1, REMEMBERED + 1):
+        state.apply(joined(f"w{number}", number, external=True), 0.0)
+        state.apply(WorkerGone(worker=f"w{number}"), 0.0)
+    state.check()
+    assert len(state._past) == REMEMBERED and state.apply(joined("a", 5), 0.0), "its GPUs are no longer its own"
+    assert state.workers["a"].slot == REMEMBERED + 1
+    assert state.apply(joined("w7", 7), 0.0) and state.workers["w7"].slot == 7 and state.workers["w7"].epoch == 1
+    state.check()
