@@ -13,6 +13,9 @@ from pearl.rl.plausible import FAILED_SESSIONS, TRIES, Failures, implausible
 NUMBERS: dict[str, Any] = {"running": 1, "waiting": 0, "kv_used": 3, "kv_total": 9, "weight_version": 4}
 
 
+SUMS = StepSums(prefill=False, count=1, size=-1, context=0.0, decodes=0, prompts=1, seconds=0.1)
+
+
 def update(**fields: Any) -> TokenUpdate:
     words: dict[str, Any] = {"token_ids": [1, 9], "logprobs": [0.0, -3.5], "weight_versions": [3, 4]}
     return TokenUpdate(**({"request_id": "7-0/0"} | words | fields))
@@ -56,7 +59,7 @@ def test_what_workers_say_is_believed(event: Any) -> None:
         (tokens(update(), seconds=math.nan), "finite"),
         (tokens(update(), running=-1), "at least 0"),
         (tokens(update(), step_s=math.inf), "finite"),
-        (tokens(update(), steps=[StepSums(count=1, size=-1, context=0, seconds=0.1, prefill=False)]), "at least 0"),
+        (tokens(update(), steps=[SUMS]), "at least 0"),
         (Report(rank=5, epoch=1, **(NUMBERS | {"kv_total": -9})), "at least 0"),
         (Report(rank=5, epoch=1, **(NUMBERS | {"weight_version": 5})), "weight_version=5"),
         (Leaving(rank=5, notice_s=math.inf), "finite"),
