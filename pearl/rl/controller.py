@@ -78,8 +78,7 @@ class Controller:
     """The event loop. `TrainingRun` calls `pump`, `wait_for` and `carry_out`; everything else happens inside `pump`."""
 
     def __init__(self, config: Config, run: Path, folder: Path, layout: JobLayout, checkpoint: Path | None) -> None:
-        self.config = config
-        self.checkpoint = checkpoint
+        self.config, self.checkpoint = config, checkpoint
         self.run = run
         self.folder = folder
         self.layout = layout

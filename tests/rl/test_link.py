@@ -144,7 +144,7 @@ link.start()
 assert link.answered.wait(60.0)
 link.take(0.0)
 if sys.argv[2] == "ended":
-    while not link.inbox.qsize():
+    while not link._mail._inbox.qsize():
         time.sleep(0.05)
 else:
     link.watch()
