@@ -120,7 +120,7 @@ class ClusterScheduler:
 
     def adviser(self) -> Adviser:
         """Of what is known now; the same one while nothing is learned."""
-        if not self._adviser.holds():
+        if not self._adviser.holds(self.settings):
             self._adviser = Adviser(self.settings, self.profile, self.batch)
         return self._adviser
 

@@ -64,10 +64,11 @@ class Adviser:
         paper = settings.pd.predictor == "paper"
         self.predictor: AnyPredictor = PaperPredictor(workload, costs) if paper else Predictor(workload, costs)
 
-    def holds(self) -> bool:
-        """Whether the profile still says what it said; if it does, what was worked out before needs not be again."""
-        known = self.predictor
-        return self._profile.workload(self._batch) == known.workload and self._profile.costs() == known.costs
+    def holds(self, settings: SchedulerSettings) -> bool:
+        """Whether these are its settings and the profile still says what it said: then nothing has to be worked out again."""
+        known, profile = self.predictor, self._profile
+        same = profile.workload(self._batch) == known.workload and profile.costs() == known.costs
+        return same and settings == self._settings
 
     def propose(self, s: Situation, gate: SwitchGate, now: float) -> Proposal:
         """The next transition of the serving workers; its plan may be empty."""
