@@ -79,8 +79,7 @@ class Controller:
 
     def __init__(self, config: Config, run: Path, folder: Path, layout: JobLayout, checkpoint: Path | None) -> None:
         self.config, self.checkpoint = config, checkpoint
-        self.run = run
-        self.folder = folder
+        self.run, self.folder = run, folder
         self.layout = layout
         self.clock: Clock = WallClock()
         self.context = zmq.Context()
@@ -88,8 +87,8 @@ class Controller:
         self.pool = EnvironmentPool(self.context, config.env, self.clock, run / "logs", self.notice)
         self.collector: Collector | None = None
         self.training: TrainingRun | None = None
-        trace = f"trace{f'-{checkpoint.name}' if checkpoint else ''}.json"
-        self.activity = Activity(run / trace if config.trace else None, self.clock.now())
+        trace = run / f"trace{f'-{checkpoint.name}' if checkpoint else ''}.json"
+        self.activity = Activity(trace if config.trace else None, self.clock.now())
         self.interrupted_by: int | None = None
         self.outlet: int | None = None
         self._unprepared = "prepare() was not called"
@@ -106,8 +105,7 @@ class Controller:
         self._ready: dict[int, Ready] = {}
         self._done: dict[int, dict[int, Done]] = {}
         self._number = 0
-        self._waiting_for, self._waiting_since = "", self.clock.now()
-        self._status_at = self.clock.now()
+        self._waiting_for, self._waiting_since, self._status_at = "", self.clock.now(), self.clock.now()
         timeouts = config.timeouts
         self._heartbeat = Heartbeat(every_s=timeouts.heartbeat_s, silence_s=timeouts.silence_s, now=self.clock.now())
 
@@ -315,11 +313,13 @@ class Controller:
                 self.activity.stepped(message, self.clock.now())
                 self.cluster.take(message, self.clock.now())
             case Done():
-                if message.number in self._done:
+                if (given := self._done.get(message.number)) is not None:
                     self.activity.end(message.rank, self.clock.now())
-                    self._done[message.number][message.rank] = message
-                else:  # of an order to one member, or of nothing that anybody waits for, which is counted
+                    given[message.rank] = message
+                elif message.number < self._number:  # of an order to one member, or late, which is counted
                     self.cluster.take(message, self.clock.now())
+                else:
+                    raise ValueError(f"rank {message.rank} has answered command {message.number}, which was never given")
             case Hello():
                 self._hellos[message.rank] = message
                 self._heartbeat.advance(self.clock.now())  # time before it came does not count against it

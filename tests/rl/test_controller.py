@@ -279,8 +279,8 @@ def test_a_wait_by_silence_starts_again_with_every_sign_of_life(make: Callable[.
     assert time.monotonic() - began > 1.0
 
 
-def test_an_answer_for_a_command_nobody_waits_for_is_not_taken_for_another(make: Callable[..., Any]) -> None:
-    """A rank that answers twice, or for what was never sent, has lost count: that ends the job rather than pass as done."""
+def test_an_answer_for_a_command_that_was_never_given_ends_the_job(make: Callable[..., Any]) -> None:
+    """The rank has lost count: better than to pass for done."""
 
     def react(rank: int, message: Any) -> Any:
         return Done(rank=1, number=77, seconds=0.0) if rank == 1 and isinstance(message, Serve) else None
