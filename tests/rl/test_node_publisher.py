@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -171,16 +172,20 @@ def test_weights_that_are_not_finite_reach_nobody(model: Path) -> None:
 def test_a_version_can_be_had_as_soon_as_it_is_seen(model: Path) -> None:
     """The writer is in another thread; a reader looks all the time and must never be refused what it has seen."""
     trainer, snapshot, _, [reader] = parts(model, torch.float32, 1)
-    tensors, versions = list(trainer.named_hf_tensors()), 300
+    tensors, enough = list(trainer.named_hf_tensors()), threading.Event()
+    limit = time.monotonic() + 60.0
 
     def write() -> None:
-        for version in range(versions):
+        version = 0
+        while not enough.is_set():
             assert snapshot.write(tensors, version, wait_s=10.0)
+            version += 1
 
     thread = threading.Thread(target=write)
     thread.start()
     seen = 0
-    while thread.is_alive():
+    while thread.is_alive() and seen <= 100:
+        assert time.monotonic() < limit
         newest = reader.newest
         if newest >= 0:
             try:
@@ -188,5 +193,6 @@ def test_a_version_can_be_had_as_soon_as_it_is_seen(model: Path) -> None:
             except ValueError as error:
                 assert f"version={newest}: the snapshot has" in str(error) and reader.newest > newest, error
             seen += 1
+    enough.set()
     thread.join()
     assert seen > 100 and snapshot.skipped == 0
