@@ -138,7 +138,11 @@ class Report:
             return
         with ProcessPoolExecutor(self.options.jobs) as pool:
             waiting = [pool.submit(run_system, system, self.preset, self.fitted, **options) for system, options in cases]
-            yield from (one.result() for one in waiting)
+            try:
+                yield from (one.result() for one in waiting)
+            finally:  # whoever has seen enough does not wait for the others
+                for one in waiting:
+                    one.cancel()
 
 
 def just(value: float) -> Printed:

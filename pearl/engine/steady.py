@@ -96,7 +96,6 @@ class SteadyCore(EngineCore):
             entries.append(ScheduledRequest(request_id=request.request_id, start=start, num_tokens=1, samples=True))
         output = SchedulerOutput(step=self._num_steps, requests=tuple(entries), num_steps=num_steps)
         self._num_steps += num_steps
-        self._num_computed_tokens += output.num_tokens
         self._unfinished.append(output)
         return output
 
@@ -107,6 +106,7 @@ class SteadyCore(EngineCore):
         if not isinstance(result, SteadyResult) or not self._unfinished or self._unfinished[0] is not output:
             raise RuntimeError(f"output of step {output.step}: is not the oldest unfinished one, or its result is of one step")
         self._unfinished.popleft()
+        self._num_computed_tokens += output.num_tokens
         updates, steps = [], output.num_steps
         logprobs, versions = (0.0,) * steps, (result.weight_version,) * steps
         for entry in output.requests:

@@ -23,7 +23,7 @@ from pearl.sched.commands import (
     Refuse,
     Requeue,
     TrainerMayBegin,
-)  # fmt: skip
+)
 from pearl.sched.decision import Decision, DecisionLog
 from pearl.sched.events import (
     Activity,

@@ -23,7 +23,6 @@ from pearl.sched.workload import Workload
 MOST_APPENDED = 4096
 """No append of more tokens is computed on a decode worker; what pays is found in steps of a 64th of it."""
 
-
 FAR = 4.0
 """So many times beyond what was measured a prediction pays all of `unsure_penalty`; nearer, in proportion. A split pool decodes
 in larger batches than anything mixed ever shows: what only a try can measure must not need an exceptional gain."""

@@ -44,8 +44,6 @@ KV_SLACK = 0.97
 """Share of a pool that can be filled before blocks run out in practice: tails of blocks, room for growth."""
 
 
-
-
 def lost_prefixes(load: Array, barrier: bool) -> Array:
     """Share of the turns whose prefix is gone, with `load` = contexts that are to stay over room for them.
 
@@ -98,7 +96,7 @@ class TurnModel:
         self._sent = (1 - w.local_share) * new
         self._outside = w.env_s + w.overhead_s
         self._byte_s = costs.kv_bytes_per_token / costs.transfer_bytes_per_s
-        self._sent_s = self._sent * self._byte_s + costs.transfer_base_s
+        self._sent_s = self._sent * self._byte_s + (1 - w.local_share) * costs.transfer_base_s
         self._add_hand_over(costs.hand_over)
 
     def _add_hand_over(self, cost: HandOverCost) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,24 @@ def test_runs_side_by_side_are_those_one_after_the_other() -> None:
     cases = [(ROLL, {"seed": seed, "max_steps": 1, "batch": 16}) for seed in (0, 1)]
     one, two = (list(report(jobs=jobs).map_runs(cases)) for jobs in (1, 2))
     assert one == two and [run.seed for run in one] == [0, 1] and one[0].result.steps
+
+
+def test_who_gives_up_does_not_wait_for_runs_that_have_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Future[Run]] = []
+    first = Run(policy="ROLL", segment="", seed=0, result=result_of([100.0]))
+
+    class Pool(contextlib.nullcontext[Any]):
+        def submit(self, *arguments: Any, **options: Any) -> Future[Run]:
+            asked.append(Future())
+            if len(asked) == 1:
+                asked[0].set_result(first)
+            return asked[-1]
+
+    monkeypatch.setattr(sim, "ProcessPoolExecutor", lambda jobs: Pool(Pool()))
+    runs = report(jobs=2).map_runs([(ROLL, {"seed": seed}) for seed in range(4)])
+    assert next(runs) is first
+    runs.close()
+    assert [one.cancelled() for one in asked] == [False, True, True, True]
 
 
 def test_a_segment_is_cut_to_so_many_minutes(runs: list[dict[str, Any]]) -> None:

@@ -154,6 +154,8 @@ def test_misses_and_short_appends_are_priced() -> None:
     local = TurnModel(replace(LOAD, local_share=1.0, local_appended=50.0), COSTS)
     assert float(local.solve(4, 1, 60).turn) < float(model.solve(4, 1, 60).turn), "an overloaded prefill worker is relieved"
     assert float(local.solve(4, 1, 60).interference) > 0 == float(model.solve(4, 1, 60).interference)
+    waits = TurnModel(replace(LOAD, local_share=0.75), replace(COSTS, transfer_base_s=2.0))
+    assert float(waits.solve(4, 1, 4).transfer) == pytest.approx(0.25 * (2.0 + 400 * 1e5 / 1e10)), "nothing is sent else"
 
 
 def test_steps_that_are_not_captured_slow_down_who_decodes_beside_prompts() -> None:
