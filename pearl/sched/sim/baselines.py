@@ -12,12 +12,12 @@ it, `OURS` has all of EXTENSIONS on.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pearl.sched.cost_profile import ChangeCost
 from pearl.sched.settings import BorrowSettings, ExpandSettings, PdSettings, SchedulerSettings
-from pearl.sched.sim.plans import Hardware, RouterSizes, SimSettings
+from pearl.sched.sim.plans import Hardware, SimSettings
 from pearl.sched.sim.presets.fitted import Fitted
 from pearl.sched.sim.presets.qwen3 import Preset
 from pearl.sched.sim.workload import TaskFamily, workload_of
@@ -34,7 +34,6 @@ class System:
 
     name: str
     scheduler: SchedulerSettings
-    router: RouterSizes = field(default_factory=RouterSizes)
     external: bool = True
     fixed_workers: int | None = None
     rebuilds: bool = False
@@ -52,7 +51,6 @@ class System:
             workload=believed(fitted.family(preset.family), fitted, batch, barrier=barrier),
             hardware=hardware,
             scheduler=self.scheduler,
-            router=self.router,
             batch=batch,
             train_s_per_token=preset.train_s_per_token,
             publish_s=preset.publish_s,

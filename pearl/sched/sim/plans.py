@@ -127,18 +127,6 @@ class EngineSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterSizes:
-    """As in `sched.router.Router`. A large `slack` makes sessions stay where they are."""
-
-    slack: int = 8
-    tokens_per_request: int = 1024
-
-    def __post_init__(self) -> None:
-        at_least(self, "router", 0, "slack", whole=True)
-        at_least(self, "router", 1, "tokens_per_request", whole=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
     """What goes wrong, by chance: rates per worker-second and chances per event; all 0 by default.
 
@@ -181,7 +169,6 @@ class SimSettings:
     hardware: Hardware = field(default_factory=Hardware)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     engine: EngineSizes = field(default_factory=EngineSizes)
-    router: RouterSizes = field(default_factory=RouterSizes)
     faults: Faults = field(default_factory=Faults)
     batch: int = 64
     group: int = 16

@@ -42,12 +42,8 @@ class Simulation:
     ) -> None:
         self.settings = settings
         self.agenda = Agenda()
-        sizes, costs = settings.router, settings.costs
-        self.router = Router(
-            slack=sizes.slack,
-            tokens_per_request=sizes.tokens_per_request,
-            block_size=settings.engine.block_size,
-        )
+        costs = settings.costs
+        self.router = Router(block_size=settings.engine.block_size)
         barrier = settings.semantics == "barrier"
         workload = replace(settings.workload, batch=settings.batch, barrier=barrier)
         self.scheduler = ClusterScheduler(settings.scheduler, RuntimeProfile(settings.believed or costs, workload), self.router)

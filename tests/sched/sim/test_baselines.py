@@ -21,7 +21,7 @@ from pearl.sched.sim.baselines import (
     system_named,
     with_extensions,
 )
-from pearl.sched.sim.plans import Hardware, RouterSizes
+from pearl.sched.sim.plans import Hardware
 from pearl.sched.sim.presets.fitted import read_fitted
 from pearl.sched.sim.presets.qwen3 import PRESETS, preset_named
 
@@ -48,7 +48,7 @@ def test_an_h200_is_no_slower_than_an_h800_and_holds_more() -> None:
 
 
 def test_ours_is_the_scheduler_with_its_defaults_and_the_paper_differs_in_the_extensions_alone() -> None:
-    assert OURS.scheduler == SchedulerSettings() and OURS.router == RouterSizes() and not OURS.rebuilds
+    assert OURS.scheduler == SchedulerSettings() and not OURS.rebuilds
     assert with_extensions((), PAPER.name) == PAPER
     for name, change in EXTENSIONS.items():
         assert change(PAPER) != PAPER and change(OURS) == OURS, name
