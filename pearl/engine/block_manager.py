@@ -182,7 +182,9 @@ class BlockManager:
             request.trail = []
 
     def reset_prefix_cache(self) -> int:
-        """Forgets all cached content; returns how many blocks were cached. Owners and leases keep their blocks."""
+        """Forgets all cached content, and what sessions had of it; returns how many blocks were cached. Owners and leases keep
+        their blocks."""
+        self.sessions.clear()
         dropped, unheld = self.cache.reset()
         self._free.extend(unheld)
         return dropped

@@ -238,6 +238,11 @@ class SessionChains:
         while self._num_blocks > self._max_blocks:
             self._forget(next(iter(self._chains)))
 
+    def clear(self) -> None:
+        """Forgets all sessions."""
+        self._chains.clear()
+        self._num_blocks = 0
+
     def recall(
         self, session_id: str, token_ids: Sequence[int] | TokenRuns, root: Root
     ) -> tuple[list[int], list[CacheEntry]]:
