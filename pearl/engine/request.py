@@ -155,7 +155,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     sampled: dict[str, SampledToken]
-    prompt_logprobs: dict[str, list[float]] = msgspec.field(default_factory=dict)
+    prompt_logprobs: dict[str, list[float]] = {}
     weight_version: int = 0
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from typing import Any, cast
 
-import msgspec
-
 from pearl.engine.core import EngineCore
 from pearl.engine.ending import completion_of, ending_by_length
 from pearl.engine.request import (
@@ -33,7 +31,7 @@ MOST_STEPS = 1 << 30
 class SteadyResult(StepResult, frozen=True, kw_only=True):
     """What a steady run gave: each request drew `token_ids[request_id]` in all of its steps."""
 
-    token_ids: dict[str, int] = msgspec.field(default_factory=dict)
+    token_ids: dict[str, int] = {}  # noqa: RUF012 - msgspec gives each its own
 
 
 class SteadyCore(EngineCore):

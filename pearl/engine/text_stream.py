@@ -23,6 +23,7 @@ class DecodingTokenizer(Protocol):
     @property
     def byte_tokens(self) -> Sequence[int]: ...
     def token_bytes(self, token_id: int) -> bytes: ...
+    def knows(self, token_id: int) -> bool: ...
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
@@ -54,15 +55,20 @@ class ByteRuns:
     tokenizers without such tokens, pass unchanged.
     """
 
-    __slots__ = ("_bytes_of", "_decoder", "_tokens")
+    __slots__ = ("_bytes_of", "_decoder", "_tokenizer", "_tokens")
 
     def __init__(self, tokenizer: DecodingTokenizer) -> None:
         self._bytes_of, self._tokens = tokenizer.token_bytes, tokenizer.byte_tokens
+        self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_id: int) -> list[int]:
-        byte = self._bytes_of(token_id) if self._tokens else b""
-        return self._spelled(self._decoder.decode(byte)) if byte else [*self.finish(), token_id]
+        if not self._tokens:
+            return [token_id]
+        byte = self._bytes_of(token_id)
+        if byte:
+            return self._spelled(self._decoder.decode(byte))
+        return [*self.finish(), token_id] if self._tokenizer.knows(token_id) else []  # decoders skip what nobody knows
 
     def finish(self) -> list[int]:
         """Ends a run: U+FFFD for a character that was not finished."""

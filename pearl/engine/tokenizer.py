@@ -133,6 +133,10 @@ class Tokenizer:
                 mended += runs.feed(token_id)
         return mended + runs.finish()
 
+    def knows(self, token_id: int) -> bool:
+        """Whether the tokenizer has such a token."""
+        return token_id in self.special_ids or self._backend.id_to_token(token_id) is not None
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; empty for an unknown id.
 

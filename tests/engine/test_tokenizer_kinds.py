@@ -40,6 +40,14 @@ def streamed(tok: Tokenizer, ids: list[int], **options: Any) -> list[str]:
 # -------------------------------------------------------------------------------------------------------- piece by piece
 
 
+def test_ids_that_nobody_knows_do_not_end_a_character(kinds: dict[str, Tokenizer]) -> None:
+    """A padded vocabulary's: the decoder skips them, also within the bytes of one character."""
+    tok = kinds["sentencepiece_like"]
+    first, second, third = (tok.byte_tokens[byte] for byte in "\u1000".encode())
+    ids = [first, second, tok.vocab_size + 3, third]
+    assert "".join(streamed(tok, ids)) == tok.decode(ids) == "\u1000"
+
+
 @every_kind
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
@@ -125,7 +133,7 @@ def test_the_cost_of_a_token_does_not_grow(kinds: dict[str, Tokenizer], kind: st
 
     class Counting:
         special_ids, is_byte_level, byte_tokens = tok.special_ids, tok.is_byte_level, tok.byte_tokens
-        token_bytes = staticmethod(tok.token_bytes)
+        token_bytes, knows = staticmethod(tok.token_bytes), staticmethod(tok.knows)
 
         @staticmethod
         def decode(token_ids: list[int], skip_special_tokens: bool = True) -> str:
