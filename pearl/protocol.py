@@ -261,7 +261,8 @@ class Tokens(Event, frozen=True, kw_only=True, tag="tokens"):
     load the router needs.
 
     `seconds`: of all engine steps since the last such message, `step_s` of the last one; `steps`: these steps by size (none:
-    nobody counted).
+    nobody counted). `place`: how many such messages the member sent before (-1: nobody counted); a connection that breaks and
+    comes back may have lost some.
     """
 
     updates: list[TokenUpdate]
@@ -271,6 +272,7 @@ class Tokens(Event, frozen=True, kw_only=True, tag="tokens"):
     free_blocks: int
     step_s: float = 0.0
     steps: list[StepSums] = []  # noqa: RUF012 - msgspec gives each message its own
+    place: int = -1
 
 
 class Done(Event, frozen=True, kw_only=True, tag="done"):

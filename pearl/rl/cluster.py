@@ -161,8 +161,7 @@ class Cluster:
         """In every turn of the loop: who asks to join, who is silent, and the scheduler's own clock."""
         if self.service is None or self.collector is None:
             return
-        if self.collector is not None:
-            self._telemetry.playing(self.collector.playing, now)
+        self._telemetry.playing(self.collector.playing, now)
         joins, self.externals.joins = self.externals.joins, []
         for peer, join in joins:
             self._admit(peer, join, now)
@@ -220,7 +219,7 @@ class Cluster:
             wrong = wrong or self.collector.excess(name, event)
         if isinstance(event, Tokens):
             event, failed = self._failures.weigh(event)
-            wrong = wrong or failed
+            wrong = wrong or failed or self.externals.missed(event)
         if wrong:
             return self.gone(event.rank, wrong, now)
         match event:

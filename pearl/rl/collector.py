@@ -17,6 +17,7 @@ from pearl.protocol import Abort, HandedOff, HandOver, NewRequest, Submit, Taken
 from pearl.rl.envs.base import EnvOutcome
 from pearl.rl.envs.pool import EnvironmentPool
 from pearl.rl.handoffs import HandOffs
+from pearl.rl.heartbeat import LONGEST_GAP_S
 from pearl.rl.rollout import Rollout, trajectory_of
 from pearl.rl.types import Trajectory
 from pearl.sched.router import Router
@@ -59,7 +60,7 @@ class Collector:
         self._outgoing: dict[str, list[NewRequest]] = {}
         self._aborts: dict[str, list[str]] = {}
         self._waits: dict[str, tuple[str, int, float]] = {}
-        """Session -> its open request, its tokens so far, and since when it is like that."""
+        """Session -> its open request, its tokens so far, and for how long it has been like that."""
         self._looked = -math.inf
 
     @property
@@ -138,19 +139,20 @@ class Collector:
 
     def unserved(self, now: float, limit_s: float) -> list[tuple[str, str]]:
         """Workers with a request that has got no token for `UNSERVED` of `limit_s`, though nothing waits there or none of its
-        requests has got any, and which request. Looks once a second."""
+        requests has got any, and which request. Looks once a second; a pause of this process itself hardly counts."""
         limit_s *= UNSERVED
         if now - self._looked < LOOK_EVERY_S:
             return []
+        passed = min(now - self._looked, LOOK_EVERY_S + LONGEST_GAP_S)
         self._looked, before, self._waits = now, self._waits, {}
         stand: dict[str, list[tuple[float, str]]] = {}
         for session, rollout in self._rollouts.items():
             worker = self._router.worker_of(session)
             if rollout.request_id is not None and worker in self._router.loads:
                 state = rollout.request_id, len(rollout.trajectory.token_ids)
-                *same, since = before.get(session, ("", 0, now))
-                self._waits[session] = (*state, since if tuple(same) == state else now)
-                stand.setdefault(worker, []).append((now - self._waits[session][2], rollout.request_id))
+                *same, waited = before.get(session, ("", 0, 0.0))
+                self._waits[session] = (*state, waited + passed if tuple(same) == state else 0.0)
+                stand.setdefault(worker, []).append((self._waits[session][2], rollout.request_id))
         late = []
         for worker, waits in stand.items():
             (longest, request_id), shortest = max(waits), min(waits)[0]

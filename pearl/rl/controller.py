@@ -338,9 +338,9 @@ class Controller:
 
     def _take_external(self, event: Any) -> None:
         now = self.clock.now()
-        if isinstance(event, Tokens):
-            self.activity.stepped(event, now)
         self.cluster.take_external(event, now)
+        if isinstance(event, Tokens) and event.rank in self.externals.members:  # still: its words can be true
+            self.activity.stepped(event, now)
 
     def _watch(self, now: float) -> None:
         if self.interrupted_by is not None:

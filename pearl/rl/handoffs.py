@@ -123,6 +123,7 @@ class HandOffs:
         if move.lapsed and event.ok:
             self._close(event.transfer_id)
             self._let_go(target, move.transfer.request_id)
+            self._send(move.source, FinishExport(transfer_id=event.transfer_id, ok=False))
             return None
         if not event.ok:
             self.counts["refused"] += 1

@@ -19,7 +19,7 @@ import zmq
 
 from pearl.channel import ChannelError, Server
 from pearl.config import ElasticOptions
-from pearl.protocol import Event, Failed, Join, Ping, Pong, Ready, Refused, Report, ToController
+from pearl.protocol import Event, Failed, Join, Ping, Pong, Ready, Refused, Report, ToController, Tokens
 from pearl.rl.door import Doorkeeper, largest_message, server_options
 from pearl.rl.heartbeat import Heartbeat
 
@@ -42,12 +42,13 @@ def number_of(name: str) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """One of the external ones. `peer`: the name under which it connected."""
+    """One of the external ones. `peer`: the name under which it connected; `told`: its messages with tokens that came."""
 
     number: int
     peer: str
     gpus: list[str]
     ready: Ready | None = None
+    told: int = 0
 
     @property
     def name(self) -> str:
@@ -135,6 +136,13 @@ class Externals:
         """It has its engine."""
         self.members[number].ready = ready
         self._heartbeat.add(number)
+
+    def missed(self, event: Tokens) -> str:
+        """Why tokens of a member have been lost on their way, "" if none were: a connection that breaks takes along what is on
+        it, and comes back by itself. To be asked of each such message once."""
+        member = self.members[event.rank]
+        due, member.told = member.told, member.told + 1
+        return "" if event.place in (-1, due) else f"message {due} with its tokens did not arrive, {event.place} did"
 
     def forget(self, number: int) -> None:
         """It is gone: nothing that it says counts any more."""

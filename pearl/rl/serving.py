@@ -35,6 +35,9 @@ from pearl.rl.waking import Fetcher, SleepingTrainer, Waking
 REPORT_EVERY_S = 1.0
 DRY_WAIT_S = 0.001
 """How long the loop waits for messages after a step that gave nothing (all wait for others, or for KV to come)."""
+OFFERED_TOKENS = 50_000
+"""A message with more than one offer has no more tokens of requests: of external workers messages have a largest size
+(`door.py`), and a change of role offers all that runs."""
 QUIET_LIMIT_S = 5.0
 """How long at most sleep waits for copies into or out of the pool to end."""
 
@@ -98,6 +101,8 @@ class Serving:
         """Of steps that were not told yet; of the last one; of those that computed something and gave no token: pieces of long
         prompts, which are part of the next that does."""
         self._reported = 0.0
+        self._told = 0
+        """Messages with tokens so far."""
         self._unsent = TokenReport(report_s)
 
     # ------------------------------------------------------------------------------------------------ the loop
@@ -148,7 +153,8 @@ class Serving:
         self._tell(everything=bool(offers))
         if offers:
             self._offered |= {offer.transfer_id: offer.request_id for offer in offers}
-            self._send(HandedOff(rank=self.rank, transfers=offers))
+            for some in _shared_out(offers):
+                self._send(HandedOff(rank=self.rank, transfers=some))
         for transfer_id in [name for name in self._arriving if not self.engine.is_arriving(name)]:
             request_id = self._arriving.pop(transfer_id)
             self._send(TakenOver(rank=self.rank, transfer_id=transfer_id, request_id=request_id, ok=True))
@@ -246,7 +252,7 @@ class Serving:
         if not everything and not self._unsent.due(now):
             return
         updates, steps = self._unsent.take(now, everything=everything)
-        if not updates:
+        if not updates and not steps:
             return
         for update in updates:
             if update.finish_reason is not None:
@@ -262,9 +268,11 @@ class Serving:
                 free_blocks=stats.free_blocks,
                 step_s=self._step_s,
                 steps=steps,
+                place=self._told,
             )
         )
         self._seconds = 0.0
+        self._told += 1
 
     # ------------------------------------------------------------------------------------------------ orders
 
@@ -331,3 +339,17 @@ class Serving:
         if metrics is not None and isinstance(order, Wake):
             self.active, self._dry = True, False
         return metrics
+
+
+def _shared_out(offers: list[KVTransfer]) -> Iterable[list[KVTransfer]]:
+    """In messages of a bounded size, in their order."""
+    some: list[KVTransfer] = []
+    tokens = 0
+    for offer in offers:
+        size = len(offer.state.token_ids)
+        if some and tokens + size > OFFERED_TOKENS:
+            yield some
+            some, tokens = [], 0
+        some.append(offer)
+        tokens += size
+    yield some

@@ -258,6 +258,18 @@ def test_an_external_worker_whose_tokens_cannot_be_true_is_sent_away(folder: Pat
     assert town.collector.counts["generated_tokens"] == 0
 
 
+def test_an_external_worker_some_of_whose_tokens_were_lost_on_their_way_is_let_go(folder: Path, tmp_path: Path) -> None:
+    """What comes after them would be put in their place, and trained on."""
+    town = Town(tmp_path, folder, serving=1, seed=15)
+    number, now = town.join(), town.clock.now()
+    words: dict[str, Any] = {"rank": number, "updates": [], "seconds": 0.0, "waiting": 0, "running": 0, "free_blocks": 9}
+    for place in (0, 1):
+        town.cluster.take_external(Tokens(**words, place=place), now)
+    assert number in town.externals.members
+    town.cluster.take_external(Tokens(**words, place=3), now)
+    assert number not in town.externals.members and "message 2 with its tokens did not arrive" in town.notices[-1]
+
+
 def test_an_external_worker_that_keeps_a_request_for_ever_is_let_go_and_the_request_goes_on(
     folder: Path, wanted: dict[str, list[int]], tmp_path: Path
 ) -> None:

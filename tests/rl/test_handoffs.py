@@ -158,7 +158,7 @@ def test_a_source_that_went_on_keeps_the_request() -> None:
     target = stage.offer()
     assert stage.moves.heard("p", TOKEN)
     stage.answer(target, ok=True)
-    assert stage.take() == [(target, Abort(request_ids=["s/0"]))] and stage.router.worker_of("s") == "p"
+    assert stage.take() == [(target, Abort(request_ids=["s/0"])), ("p", KEPT)] and stage.router.worker_of("s") == "p"
     assert stage.moves.under_way == 0
 
 
@@ -317,6 +317,16 @@ def test_full_pools_on_either_side_block_nobody(blocks: dict[str, int]) -> None:
     for member in pools.members.values():
         member.engine.check_integrity()  # type: ignore[attr-defined]
         assert member.engine.stats().leased_blocks == 0
+
+
+def test_offers_that_are_too_many_for_one_message_come_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pearl.rl.serving.OFFERED_TOKENS", 25)
+    pools = Pools({"p": 40, "d": 40})
+    for number, prompt in enumerate((9, 9, 9, 35, 9)):
+        pools.ask(f"s{number}", prompt=prompt, seed=number)
+    pools.members["p"].step()
+    offers = [[one.request_id for one in event.transfers] for _, event in pools.events if isinstance(event, HandedOff)]
+    assert offers == [["s0", "s1"], ["s2"], ["s3"], ["s4"]]
 
 
 def test_an_offer_that_nobody_answers_stays_where_it_was_after_a_while() -> None:
