@@ -162,7 +162,7 @@ LIES = {
 
 @slow
 def test_who_lies_about_requests_is_let_go_and_they_go_on_elsewhere(tmp_path: Path) -> None:
-    with ElasticJob.begin(tmp_path, MANY) as job:
+    with ElasticJob.begin(tmp_path, MANY, "pd.mode=mixed") as job:
         for name, (lie, reason) in LIES.items():
             liar = Liar(job.address())
             requests = liar.serve()
