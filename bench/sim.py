@@ -3,8 +3,9 @@
     python -m bench.sim [SECTION ...] [--trace-dir FOLDER] [--seeds N] [--preset NAME] [--semantics barrier|slots] [--page FILE]
 
 Sections: `segments` (systems over the availability segments), `extensions` (each of ours off, and each by itself), `ablation`
-(splitting and borrowing on 4 to 16 fixed GPUs), `batches` (30B-A3B: batch sizes), `ratios` (which split is chosen), `costs`
-(changes of the cluster for nothing). All sections take hours of one core; `segments` with one seed some ten minutes.
+(splitting and borrowing on 4 to 16 fixed GPUs), `batches` (30B-A3B: batch sizes), `sizes` (batches and lengths that nobody
+printed, and what is chosen there), `ratios` (which split is chosen), `costs` (changes of the cluster for nothing), `bounds`
+(what workers without end would reach). All sections take hours of one core; `segments` with one seed some ten minutes.
 
 Each figure stands beside the one that arXiv 2609.35158 prints, hit (within 15 %) or missed; gains count as factors and must
 have their sign. What was fitted, on other figures, is `bench/sim_fit.py`; its hash is printed. Segments come from recorded
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.sim_cases import Printed, fixed, makespan, run_system
+from bench.sim_cases import BLOCKS, Printed, fixed, makespan, run_system
 from pearl.sched.cost_profile import CHANGES, ChangeCost
 from pearl.sched.planner import Budget, plan_allocation
 from pearl.sched.predictor import PaperPredictor, Predictor
@@ -74,6 +75,8 @@ BORROW_AT_4 = {"qwen3-8b": (0.936, 0.923), "qwen3-30b": (1.183, 1.295)}
 
 PICKED = {10: "2P3D", 12: "3P3D", 16: "3P5D", 26: "4P9D", 28: "4P10D", 32: "4P12D"}
 BATCHES = {32: 0.097, 80: 0.014, 96: -0.061}
+SIZES, LENGTHS = (16, 32, 64, 128, 256), (0.5, 2.0)
+"""Trajectories of a batch, and factors on the turns and the limit of tokens."""
 
 
 Case = tuple[System, dict[str, Any]]
@@ -229,6 +232,26 @@ def batches(report: Report) -> None:
         report.figure(f"30B-A3B, batch {batch}: best split ({best})", mixed / times[best] - 1, just(printed))
 
 
+def sizes(report: Report) -> None:
+    """Makespans on 8 workers that stay, by batch and by length: mixed, the best split, and what is chosen by itself."""
+    family, seeds = report.preset.family, tuple(range(report.options.seeds))
+    rows = [(f"batch {batch}", report.preset, batch) for batch in SIZES]
+    for factor in LENGTHS:
+        turns = replace(family.turns, mean=family.turns.mean * factor, high=family.turns.high * factor)
+        longer = replace(family, turns=turns, context_limit=int(family.context_limit * factor))
+        rows.append((f"{longer.context_limit // 1024} K tokens at most", replace(report.preset, family=longer), 64))
+    systems = {"mixed": fixed("mixed", "mixed"), "chosen": fixed("chosen", "auto")}
+    systems |= {f"{p}:{d}": fixed(f"{p}:{d}", "split", f"{p}:{d}") for p, d in STATIC_RATIOS}
+    for name, preset, batch in rows:
+        room = replace(BLOCKS, max_model_len=max(BLOCKS.max_model_len, preset.family.context_limit + 1))
+        options: dict[str, Any] = {"workers": 8, "batch": batch, "seeds": seeds, "engine": room}
+        times = {who: makespan(system, preset, report.fitted, **options) for who, system in systems.items()}
+        mixed, chosen = times.pop("mixed"), times.pop("chosen")
+        best = min(times, key=lambda ratio: times[ratio])
+        told = f"mixed {mixed:7.1f} s, best split ({best}) {mixed / times[best] - 1:+6.1%}"
+        print(f"  {name:<24}{told}, chosen {chosen:7.1f} s, of the best {min(mixed, times[best]) / chosen:.3f}", flush=True)
+
+
 def ratios(report: Report) -> None:
     """Which split is chosen: by the closed forms, which is what the paper reports (for 8B), and by ours; no simulation."""
     load, costs = believed(report.fitted.family(report.preset.family), report.fitted, 64, barrier=True), report.preset.costs
@@ -257,13 +280,24 @@ def costs(report: Report) -> None:
     print(f"  changes for nothing: {_percent(gain(cheap.segment_runs(OURS, report.options.segments), paid))}")
 
 
+def bounds(report: Report) -> None:
+    """Throughput with so many mixed workers that are always there: what no policy of fewer can pass."""
+    until_s = 60.0 * report.options.minutes
+    for workers in (16, 64):
+        hardware = Hardware(training_gpus=16, reserved_workers=workers, tp=2)
+        found = _fixed_run(report, fixed("mixed", "mixed"), hardware, until_s)
+        print(f"  {workers} workers that stay: {found:8.0f} tokens/s", flush=True)
+
+
 SECTIONS: dict[str, Callable[[Report], None]] = {
     "segments": segments,
     "extensions": extensions,
     "ablation": ablation,
     "batches": batches,
+    "sizes": sizes,
     "ratios": ratios,
     "costs": costs,
+    "bounds": bounds,
 }
 
 
