@@ -129,10 +129,12 @@ class ClusterScheduler:
         usable = [worker for worker in self.state.workers.values() if self._usable(worker, now)]
         lend = self.state.training == "idle" and not self._recalled and self._unfinished > 0
         lend = lend and self._due - now > self._lead_s() + self.profile.change_s("borrow", 1)
-        preparing = any(decision.kind == "expand" for decision in self.log.open.values())
+        late = now - self.settings.prepare_timeout_s
+        preparing = {one.at for one in self.log.open.values() if one.kind == "expand" and one.at >= late}
+        ready = [one for one in usable if one.zone is Zone.DEDICATED and one.prepared]
         return Situation(
             serving=list(self.state.serving()),
-            joiners=[] if preparing else [one for one in usable if one.zone is Zone.DEDICATED and one.prepared],
+            joiners=[one for one in ready if one.ordered_at not in preparing],  # groups come together, but for stragglers
             lendable=[one for one in usable if one.lendable] if lend else [],
             shape=self.state.shape(),
             batch=self.batch,
@@ -237,18 +239,13 @@ class ClusterScheduler:
     def _begin(self, kind: str, cause: str, names: list[str], gain_s: float, cost_s: float, now: float, forced: bool) -> int:
         """A decision without a proposal: shapes and KV are what the table says."""
         gone = [self.state.workers[name] for name in names if self.state.workers[name].serves and kind != "expand"]
-        shape = self.state.shape()
-        roles = {"mixed": shape.mixed, "prefill": shape.prefill, "decode": shape.decode}
-        for worker in gone:
-            roles[str(worker.next_role)] -= 1
-        after = str(type(shape)(**roles))
         decision = Decision(
             number=self.log.next_number(),
             at=now,
             kind=kind,
             cause=cause,
-            before=str(shape),
-            after=after,
+            before=str(self.state.shape()),
+            after=str(self.state.shape(without=[worker.name for worker in gone])),
             predicted_s=(self.prediction.makespan_s if self.prediction else math.inf, math.inf),
             gain_s=gain_s, cost_s=cost_s, forced=forced,
             workers_changed=len(names), moved_kv_tokens=sum(worker.kv_used for worker in gone),
@@ -276,26 +273,26 @@ class ClusterScheduler:
 
     def _answered(self, before: Worker, event: OrderDone, now: float) -> list[ClusterCommand]:
         """A worker did, or could not do, what it was told. After a failure nothing optional is tried before the next tick."""
-        name, decision = event.worker, self.log.of(event.worker)
+        name, decision, commands = event.worker, self.log.of(event.worker), list[ClusterCommand]()
         self.log.answered(name, now, "" if event.ok else f"{name}: {event.error or 'failed'}")
-        commands: list[ClusterCommand] = []
-        if event.ok:
+        again = not (event.ok or before.leaving or before.next_active) and before.prepared  # its GPUs are wanted
+        if not again:
             self._tries.pop(name, None)
-            if event.seconds > 0 and decision is not None and not before.leaving:
-                kind = kind_of(before)
-                changed = decision.roles_changed if kind == "switch" else decision.workers_changed
-                self.profile.observe_change(kind, event.seconds, max(1, changed))
+        if event.ok and event.seconds > 0 and decision is not None and not before.leaving:
+            kind = kind_of(before)
+            changed = decision.roles_changed if kind == "switch" else decision.workers_changed
+            self.profile.observe_change(kind, event.seconds, max(1, changed))
         worker = self.state.workers.get(name)
         if worker is not None and worker.serves:
             self._route(worker)
             commands += self._even_out() if event.ok and not before.was_active else []
         else:
             commands += self._requeue(name)
-        if event.ok:
+        if event.ok or before.leaving:
             return commands + self._let_train(now) + self._later("transition over", now)
         rested = now - self.settings.pd.cooldown_s
         self._failed_at = {one: at for one, at in self._failed_at.items() if at > rested} | {name: now}
-        return commands + (self._again([name], now) if before.was_active and not before.next_active else [])
+        return commands + (self._again([name], now) if again else [])
 
     def _lost(self, name: str, reason: str, now: float) -> list[ClusterCommand]:
         """A worker is no longer there; `reason` is empty if that was ordered."""
@@ -389,6 +386,9 @@ class ClusterScheduler:
             self._capacity = {WorkerRole.DECODE: share / shape.decode, WorkerRole.MIXED: (1 - share) / shape.mixed}
         else:
             self._capacity = {}
+        for worker in self.state.serving():
+            if worker.was_active:  # it may keep its role
+                self._route(worker)
 
     def _learn(self, event: StepMeasured) -> None:
         predicted = self.prediction if self.profile.measured else None  # what was predicted from guesses tells nothing

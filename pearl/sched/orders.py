@@ -36,6 +36,6 @@ def kind_of(before: Worker) -> str:
     """Which of `cost_profile.CHANGES` the order was that a worker in this row was to carry out."""
     if not before.prepared:
         return "prepare"
-    if before.zone is Zone.OVERLAP and before.was_active != before.next_active:
+    if before.zone is Zone.OVERLAP and not (before.was_active and before.next_active):
         return "borrow" if before.next_active else "give_back"
     return "switch" if before.was_active else "finalise"

@@ -11,7 +11,7 @@ borrower run at once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,8 +39,8 @@ from pearl.sched.shape import Shape
 
 class Worker(Struct, frozen=True, kw_only=True):
     """One row; a struct, since each report makes it anew. While it is transitioning `role` and `was_active` are still the old
-    ones, `next_role` and `next_active` what was ordered. `deadline`: when its GPUs are reclaimed. `since`: when it joined. KV
-    in tokens."""
+    ones, `next_role` and `next_active` what was ordered; `overtaken`: an order to serve has no answer, and may be carried out by
+    now. `deadline`: when its GPUs are reclaimed. `since`: when it joined. KV in tokens."""
 
     name: str
     slot: int
@@ -55,6 +55,7 @@ class Worker(Struct, frozen=True, kw_only=True):
     next_role: WorkerRole
     next_active: bool
     was_active: bool
+    overtaken: bool = False
     ordered_at: float = 0.0
     leaving: bool = False
     deadline: float | None = None
@@ -72,7 +73,7 @@ class Worker(Struct, frozen=True, kw_only=True):
     @property
     def on_device(self) -> bool:
         """Its state may be on its GPUs."""
-        return self.was_active or self.next_active
+        return self.was_active or self.next_active or self.overtaken
 
     @property
     def bare(self) -> bool:
@@ -151,9 +152,9 @@ class ClusterState:
         """Those with a part in serving, in the order in which they joined."""
         return (worker for worker in self.workers.values() if worker.serves)
 
-    def shape(self) -> Shape:
+    def shape(self, without: Collection[str] = ()) -> Shape:
         """The counts of `serving`, in the roles that were ordered."""
-        roles = Counter(worker.next_role for worker in self.serving())
+        roles = Counter(worker.next_role for worker in self.serving() if worker.name not in without)
         return Shape(mixed=roles[WorkerRole.MIXED], prefill=roles[WorkerRole.PREFILL], decode=roles[WorkerRole.DECODE])
 
     def check(self) -> None:
@@ -253,6 +254,7 @@ class ClusterState:
             activity=Activity.TRANSITIONING,
             next_role=event.role,
             next_active=event.active,
+            overtaken=worker.on_device and not worker.was_active,
             leaving=worker.leaving or event.leaving,
             epoch=worker.epoch + 1,
             ordered_at=now,
@@ -275,6 +277,7 @@ class ClusterState:
             next_role=role,
             was_active=active,
             next_active=active,
+            overtaken=False,
             activity=Activity.ACTIVE if active else Activity.INACTIVE,
             prepared=worker.prepared or event.ok,
         )

@@ -276,6 +276,93 @@ def test_orders_that_fail_or_are_not_answered_are_repeated_and_then_given_up() -
     assert not driver.scheduler.log.open
 
 
+def test_the_trainer_waits_for_who_was_called_back_before_it_had_said_that_it_serves() -> None:
+    """Its engine may be awake by then; what the return took is no price of letting workers in."""
+    driver = Driver(SchedulerSettings(pd=PdSettings(mode="mixed"), borrow=BorrowSettings(workers="all")))
+    driver.start(2, overlap=2)
+    driver.send(TrainingBegins(step=0, deadline=0.0))
+    driver.delay = 6.0
+    assert names(driver.send(TrainingFinished(step=0)), Borrow) == ["o0", "o1"]
+    driver.run(2)
+    driver.broken = {"o1"}
+    called = driver.send(TrainingBegins(step=1, deadline=driver.now + 9))
+    assert names(called, GiveBack) == ["o0", "o1"] and TrainerMayBegin(step=1) not in driver.done
+    driver.broken = set()
+    driver.run(6)
+    assert names(driver.done, GiveBack) == ["o0", "o1", "o1"], "what a worker could not do is ordered again"
+    assert TrainerMayBegin(step=1) not in driver.done
+    driver.run(6)
+    assert TrainerMayBegin(step=1) in driver.done
+    changes = driver.scheduler.profile.changes
+    assert changes["give_back"].weight and not changes["finalise"].weight and not changes["borrow"].weight
+
+
+def test_workers_that_keep_coming_do_not_hold_up_those_that_are_prepared() -> None:
+    """One every 20 s, each prepared within 50: some are being prepared at any time."""
+    driver = Driver(SchedulerSettings(pd=PdSettings(mode="mixed"), expand=ExpandSettings(external="always")))
+    driver.start(2)
+    for number in range(12):
+        driver.delay = 50.0
+        driver.send(joined(f"e{number}", 10 + number, external=True, prepared=False, active=False))
+        assert names(driver.send(Tick()), Prepare) == [f"e{number}"]
+        driver.delay = 1.0
+        driver.run(20)
+    assert driver.shape == "12M", "all but the last two"
+
+
+def test_a_group_waits_for_a_straggler_no_longer_than_preparing_may_take() -> None:
+    driver = Driver(SchedulerSettings(pd=PdSettings(mode="mixed"), prepare_timeout_s=100.0))
+    driver.start(2)
+    for number in range(2):
+        driver.send(joined(f"e{number}", 10 + number, external=True, prepared=False, active=False))
+    driver.silent = {"e1"}
+    driver.run(99)
+    assert driver.shape == "2M"
+    driver.run(15)
+    assert driver.shape == "3M"
+
+
+def test_in_a_hybrid_those_that_keep_their_role_get_their_share_too_and_lose_it_afterwards() -> None:
+    driver = Driver(SchedulerSettings(pd=PdSettings(mode="hybrid")))
+    driver.start(8)
+    driver.send(NOTHING)
+    driver.run(3)
+    loads, share = driver.scheduler.router.loads, driver.scheduler.prediction.split_share
+    mixed = [load.capacity for load in loads.values() if load.role is Role.MIXED]
+    decode = [load.capacity for load in loads.values() if load.role is Role.DECODE]
+    assert mixed and sum(mixed) == pytest.approx(1 - share) and sum(decode) == pytest.approx(share)
+    driver.scheduler.settings = replace(driver.scheduler.settings, pd=PdSettings(mode="split"))
+    driver.run(15)
+    assert driver.scheduler.state.shape().mode == "split" and {load.capacity for load in loads.values()} == {1.0}
+
+
+def test_a_worker_that_cannot_even_leave_is_gone_all_the_same() -> None:
+    driver = Driver()
+    driver.start(2)
+    driver.send(joined("e0", 10, external=True))
+    (leave,) = [one for one in driver.send(WorkerReclaimed(worker="e0", deadline=60.0)) if isinstance(one, Leave)]
+    driver.send(OrderDone(worker="e0", epoch=leave.epoch, ok=False, error="no"))
+    assert "e0" not in driver.scheduler.state.workers and "e0" not in driver.scheduler.router.loads
+    assert driver.scheduler.log.take()[-1].error == "e0: no"
+
+
+def test_orders_that_were_late_once_do_not_count_against_later_ones() -> None:
+    """Answered, if only by a failure, an order is over."""
+    pd = replace(EAGER, cooldown_s=0.0)
+    driver = Driver(SchedulerSettings(pd=pd, change_timeout_s=5.0, tries=2, consider_s=1e9))
+    driver.start(8)
+    for _ in range(2):
+        driver.silent, driver.broken = {f"d{number}" for number in range(8)}, set()
+        driver.send(NOTHING)
+        driver.run(6)
+        moving = [one for one in driver.scheduler.state.workers.values() if one.activity is Activity.TRANSITIONING]
+        assert moving and len(driver.scheduler.state.workers) == 8
+        for worker in moving:
+            driver.send(OrderDone(worker=worker.name, epoch=worker.epoch, ok=False))
+        driver.run(1)
+        assert not driver.scheduler.state.workers["d0"].leaving and not driver.scheduler._tries
+
+
 def test_answers_of_an_old_epoch_and_doubled_ones_change_nothing() -> None:
     driver = Driver(SchedulerSettings(pd=EAGER))
     driver.start(8)
