@@ -14,16 +14,23 @@ from torch.distributed.tensor import DTensor
 
 
 class Asleep:
-    """Takes the memory of these tensors away as it is made; `discarded` ones come back as zeros, without a copy."""
+    """Takes the memory of these tensors away as it is made; `discarded` ones come back as zeros, without a copy.
+
+    What fails gives back what was taken (of `discarded` ones zeros) and raises; RuntimeError if the host has too little room.
+    """
 
     @torch.no_grad()
     def __init__(self, tensors: Iterable[Tensor], discarded: Iterable[Tensor] = ()) -> None:
         self.freed_bytes = 0
         self._held: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
-        for tensor in discarded:
-            self._take(tensor, keep=False)
-        for tensor in tensors:
-            self._take(tensor, keep=True)
+        try:
+            for tensor in discarded:
+                self._take(tensor, keep=False)
+            for tensor in tensors:
+                self._take(tensor, keep=True)
+        except BaseException:  # the host may have no room for all of it; there is no other copy of what was taken so far
+            self.wake()
+            raise
 
     def _take(self, tensor: Tensor, *, keep: bool) -> None:
         storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
