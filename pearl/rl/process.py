@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -45,7 +46,11 @@ def on_signals(handler: Callable[[int], None]) -> None:
         while True:
             for number in os.read(reader, 64):
                 if number in SIGNALS:
-                    handler(number)
+                    try:
+                        handler(number)
+                    except Exception:  # whatever it was, the next signal must be heard
+                        with contextlib.suppress(OSError, ValueError):
+                            traceback.print_exc()
 
     threading.Thread(target=listen, name="signals", daemon=True).start()
 
@@ -75,8 +80,9 @@ def is_readable(fd: int, timeout_s: float) -> bool:
 
 def leave(code: int) -> NoReturn:
     """Ends this process now. Taking down torch's threads and groups in order takes seconds, and can wait for peers."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
     os._exit(code)
 
 
