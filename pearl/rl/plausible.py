@@ -8,7 +8,6 @@ Torch-free.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 import msgspec
@@ -20,6 +19,10 @@ LOGPROB_SLACK = 1e-3
 """Above 0, by the arithmetic."""
 LOWEST_LOGPROB = -1e4
 """Of a token that was drawn; the ratio of a policy to less than this is no number any more."""
+MOST = 1e15
+"""No number of a worker is larger. Sums of larger ones are none that anything can be learned from, or none at all."""
+MOST_STEPS = 1_000_000
+"""No message is about more engine steps."""
 FAILED_SESSIONS = 3
 """So many trajectories of one version whose requests a worker could not serve are its own fault."""
 TRIES = 3
@@ -33,7 +36,8 @@ def implausible(event: Event, *, vocab_size: int, newest: int, max_model_len: in
         case Tokens():
             load = event.waiting, event.running, event.free_blocks
             steps = (value for sums in event.steps for value in msgspec.structs.astuple(sums))
-            return _numbers(event.seconds, event.step_s, *load, *steps) or _tokens(event, vocab_size, newest)
+            wrong = _numbers(event.seconds, event.step_s, *load, *steps) or _counts(event)
+            return wrong or _tokens(event, vocab_size, newest)
         case Report():
             wrong = _numbers(event.kv_used, event.kv_total, event.running, event.waiting)
             return wrong or _version(event.weight_version, newest)
@@ -48,8 +52,13 @@ def implausible(event: Event, *, vocab_size: int, newest: int, max_model_len: in
 
 
 def _numbers(*values: float) -> str:
-    wrong = [value for value in values if not (0 <= value < math.inf)]
-    return f"{wrong[0]}: such numbers are finite and at least 0" if wrong else ""
+    wrong = [value for value in values if not (0 <= value <= MOST)]
+    return f"{wrong[0]}: such numbers are finite, at least 0 and at most {MOST:g}" if wrong else ""
+
+
+def _counts(event: Tokens) -> str:
+    counted = max((max(one.count, one.prompts) for one in event.steps), default=0)
+    return f"{counted} steps: a message is about {MOST_STEPS} at most" if counted > MOST_STEPS else ""
 
 
 def _version(version: int, newest: int) -> str:

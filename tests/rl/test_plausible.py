@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from pearl.protocol import Leaving, Pong, Ready, Report, StepSums, Tokens, TokenUpdate
-from pearl.rl.plausible import FAILED_SESSIONS, TRIES, Failures, implausible
+from pearl.rl.plausible import FAILED_SESSIONS, MOST, MOST_STEPS, TRIES, Failures, implausible
+from pearl.rl.telemetry import TelemetryMeter
 
 NUMBERS: dict[str, Any] = {"running": 1, "waiting": 0, "kv_used": 3, "kv_total": 9, "weight_version": 4}
 
@@ -60,6 +62,9 @@ def test_what_workers_say_is_believed(event: Any) -> None:
         (tokens(update(), running=-1), "at least 0"),
         (tokens(update(), step_s=math.inf), "finite"),
         (tokens(update(), steps=[SUMS]), "at least 0"),
+        (tokens(update(), seconds=1e300), r"at most 1e\+15"),
+        (tokens(update(), steps=[msgspec.structs.replace(SUMS, size=2**64 - 1)]), r"at most 1e\+15"),
+        (tokens(update(), steps=[msgspec.structs.replace(SUMS, size=1, count=MOST_STEPS + 1)]), "1000001 steps"),
         (Report(rank=5, epoch=1, **(NUMBERS | {"kv_total": -9})), "at least 0"),
         (Report(rank=5, epoch=1, **(NUMBERS | {"weight_version": 5})), "weight_version=5"),
         (Leaving(rank=5, notice_s=math.inf), "finite"),
@@ -69,6 +74,19 @@ def test_what_workers_say_is_believed(event: Any) -> None:
 def test_what_cannot_be_is_named(event: Any, why: str) -> None:
     with pytest.raises(AssertionError, match=why):
         assert not verdict(event), verdict(event)
+
+
+def test_what_is_believed_can_be_summed_up_and_learned_from() -> None:
+    """However often the largest numbers are said: one worker's must not end the job."""
+    meter, sums = TelemetryMeter(), msgspec.structs.replace(SUMS, size=1, decodes=3)
+    largest = msgspec.structs.replace(sums, count=MOST_STEPS, size=int(MOST), context=MOST, decodes=int(MOST), seconds=MOST)
+    mixed = msgspec.structs.replace(sums, prefill=True, size=64, seconds=1.0)
+    for steps in (largest, largest, largest, sums, mixed):
+        said = tokens(update(), seconds=MOST, steps=[steps])
+        assert verdict(said) == ""
+        meter.stepped(said, 0.0)
+    learned = meter.finish([], 0.0, prompt_tokens=0, cached_tokens=0, trajectories=0, local_tokens=0, now=1.0)
+    assert len(learned.decode) == 2 and all(math.isfinite(one.seconds) for one in (*learned.decode, *learned.prefill))
 
 
 def failed(*sessions: str, rank: int = 5) -> Tokens:
