@@ -2,8 +2,8 @@
 
 Owns what each external worker is known to have, and which fetches are unanswered. The trainers have no part in it and wait for
 nobody. Invariants: a worker that is behind the published version gets no new requests, so that no trajectory begins on weights
-that are older than its batch allows, while what it has goes on; one whose fetch failed is told again, never dropped for it;
-workers take a version from each other before they ask the trainers' machines.
+that are older than its batch allows, while what it has goes on; one whose fetch failed, or that does not answer, is told again,
+never dropped for it; workers take a version from each other before they ask the trainers' machines.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from pearl.sched.router import Router
 
 AGAIN_S = 1.0
 """After a failure a worker is told again to fetch no earlier than this."""
+ANSWER_S = 300.0
+"""A fetch without an answer for so long is told again: a connection that breaks takes along what is on it, and a worker's own
+limits (`pull_fetcher.py`) are shorter."""
 
 
 class Followers:
@@ -29,8 +32,8 @@ class Followers:
         self.announced = self._published = -1
         self._roots: list[str] = []
         self._has: dict[int, int] = {}
-        self._open: dict[int, tuple[int, int]] = {}
-        """Fetch commands without an answer: number -> (member, version)."""
+        self._open: dict[int, tuple[int, int, float]] = {}
+        """Fetch commands without an answer: number -> (member, version, since when)."""
         self._rests_until: dict[int, float] = {}
 
     def announce(self, version: int, roots: list[str], now: float) -> None:
@@ -53,7 +56,7 @@ class Followers:
                 if has < self.announced and self._is_due(number, now):
                     behind.append(number)
         if behind:
-            self._order(behind)
+            self._order(behind, now)
 
     def heard(self, number: int, version: int) -> None:
         """A member said which version it has."""
@@ -61,7 +64,7 @@ class Followers:
 
     def answered(self, order: int, number: int, error: str, now: float) -> bool:
         """Whether the answer of this member was one to a fetch that it was told."""
-        asked, version = self._open.get(order, (-1, -1))
+        asked, version, _ = self._open.get(order, (-1, -1, now))
         if asked != number:
             return False
         del self._open[order]
@@ -84,21 +87,21 @@ class Followers:
     def sources(self, ready: dict[int, Ready]) -> list[str]:
         """Whom somebody who wakes may ask, in this order: workers that have the newest version, then the trainers' machines."""
         externals = [one.pulls for number, one in ready.items() if self._has.get(number, -1) >= self._published >= 0]
-        others = [one.pulls for number, one in ready.items() if number not in self._has]
+        others = [one.pulls for number, one in ready.items() if number not in self._externals.members]
         return [pulls for pulls in externals + others if pulls]
 
     def _is_due(self, number: int, now: float) -> bool:
         """Nothing of the announced version is under way to it, and it has rested after a failure."""
-        under_way = (version for member, version in self._open.values() if member == number)
+        under_way = (version for member, version, since in self._open.values() if member == number and now - since < ANSWER_S)
         return max(under_way, default=-1) < self.announced and now >= self._rests_until.get(number, now)
 
-    def _order(self, numbers: list[int]) -> None:
+    def _order(self, numbers: list[int], now: float) -> None:
         sources = self._planned()
         for number in numbers:
             order = Fetch(
                 number=self._next_number(), weight_version=self.announced, pulls=sources.get(number, self._roots)
             )
-            self._open[order.number] = number, self.announced
+            self._open[order.number] = number, self.announced, now
             self._externals.send(number, order)
 
     def _planned(self) -> dict[int, list[str]]:

@@ -9,7 +9,7 @@ import zmq
 
 from pearl.config import ElasticOptions
 from pearl.protocol import Fetch, Join, Ready
-from pearl.rl.followers import AGAIN_S, Followers
+from pearl.rl.followers import AGAIN_S, ANSWER_S, Followers
 from pearl.rl.members import Externals
 from pearl.sched.router import Router
 
@@ -83,6 +83,32 @@ def test_a_failed_fetch_is_tried_again_after_a_rest() -> None:
     assert again.weight_version == 1 and again.number > first.number
     stage.followers.turn(1.1 + AGAIN_S)
     assert not stage.taken()
+
+
+def test_a_fetch_that_was_lost_on_its_way_is_told_again() -> None:
+    """Nothing else would say so: the worker lives, and waits for orders."""
+    stage = Stage()
+    number = stage.serve()
+    stage.followers.announce(1, [ROOT], 0.0)
+    stage.followers.publish(1, 0.0)
+    [(_, first)] = stage.taken()
+    stage.followers.turn(ANSWER_S - 1.0)
+    assert not stage.taken() and stage.held(number)
+    stage.followers.turn(ANSWER_S)
+    [(to, again)] = stage.taken()
+    assert to == number and again.number > first.number and again.weight_version == 1
+    assert stage.followers.answered(again.number, number, "", ANSWER_S + 1.0) and not stage.held(number)
+
+
+def test_who_has_said_nothing_yet_is_no_source() -> None:
+    stage = Stage()
+    number = stage.serve("10.0.0.9:1")
+    ready = {0: Ready(rank=0, max_model_len=64, pulls=ROOT), number: Ready(rank=number, max_model_len=64, pulls="10.0.0.9:1")}
+    stage.followers.announce(1, [ROOT], 0.0)
+    stage.followers.publish(1, 0.0)
+    assert stage.followers.sources(ready) == [ROOT]
+    stage.followers.heard(number, 1)
+    assert stage.followers.sources(ready) == ["10.0.0.9:1", ROOT]
 
 
 def test_a_newer_version_is_ordered_over_an_older_one_whose_answer_may_never_come() -> None:
