@@ -95,12 +95,15 @@ class Cluster:
         self._driver, self._config = driver, driver.config
         self.claim = self._claim(False, now)
         path = driver.run / "transitions.jsonl"
-        self._before = read_jsonl(path) if path.exists() else []
+        before = read_jsonl(path) if path.exists() else []
+        self._decided = len(before)
         """Decisions of the same run, before it was resumed: numbers and times go on from there."""
+        self._played_s = max((row["at"] + (row["seconds"] or 0.0) for row in before), default=0.0)
         self._log = JsonlWriter(path)
         self._ready: dict[int, Ready] = {}
         self._version = -1
         self._model_folder = ""
+        self._model_files: dict[str, str] = {}
         self._vocab_size = self._max_model_len = 0
         self._failures = Failures()
         self.followers = Followers(externals, router, driver.next_number)
@@ -115,15 +118,15 @@ class Cluster:
     def begin(self, collector: Collector, ready: dict[int, Ready], model_folder: Path, now: float) -> None:
         """All ranks of WORLD are there; none serves yet, none trains."""
         self.collector, self._ready, self._model_folder = collector, dict(ready), str(model_folder)
+        self._vocab_size, self._model_files = from_folder(model_folder).vocab_size, _model_files(model_folder)
         layout, settings = self._driver.layout, SchedulerSettings.of(self._config)
         serving = [ready[rank] for rank in layout.serving]
         self._max_model_len = min(one.max_model_len for one in serving)
         costs = guess_costs(max(one.kv_tokens for one in serving))
         workload = guess_workload(self._config, self._max_model_len)
         scheduler = ClusterScheduler(settings, RuntimeProfile(costs, workload, guessed=True), self.router)
-        played_s = max((row["at"] + (row["seconds"] or 0.0) for row in self._before), default=0.0)
-        self.service = ClusterService(scheduler, self, self._finished, now - played_s)
-        self.service.finished = len(self._before)
+        self.service = ClusterService(scheduler, self, self._finished, now - self._played_s)
+        self.service.finished = self._decided
         lends = any(one.lends for one in ready.values())
         self.claim = self._claim(lends, now)
         for rank in layout.training if lends else ():
@@ -254,7 +257,6 @@ class Cluster:
         self._driver.notice(f"worker {member.name} is gone: {reason}")
 
     def _admit(self, peer: str, join: Join, now: float) -> None:
-        self._vocab_size = self._vocab_size or from_folder(Path(self._model_folder)).vocab_size
         member = self.externals.admit(peer, join, now)
         answer = Joined(
             rank=member.number,
@@ -262,7 +264,7 @@ class Cluster:
             model_folder=self._model_folder,
             weight_version=self._version,
             pulls=self.pulls(),
-            files=self._model_files(),
+            files=self._model_files,
         )
         if not self.externals.tell(peer, answer):
             self.externals.forget(member.number)
@@ -270,11 +272,8 @@ class Cluster:
         self.feed(
             WorkerJoined(worker=member.name, gpus=frozenset(member.gpus), external=True, prepared=False, active=False), now
         )
-        self._driver.notice(f"worker {member.name} joined from {join.host} (pid {join.pid})")
-
-    def _model_files(self) -> dict[str, str]:
-        paths = [Path(self._model_folder) / name for name in MODEL_FILES]
-        return {path.name: path.read_text() for path in paths if path.is_file()}
+        if member.number in self.externals.members:  # it was not refused
+            self._driver.notice(f"worker {member.name} joined from {join.host} (pid {join.pid})")
 
     def _reported(self, name: str, event: Report, now: float) -> None:
         if event.rank in self.externals.members:
@@ -392,3 +391,9 @@ class Cluster:
         if member is not None:
             self.externals.tell(member.peer, Refused(reason=reason))
             self.externals.forget(number)
+            self._driver.notice(f"worker {worker} is refused: {reason}")
+
+
+def _model_files(folder: Path) -> dict[str, str]:
+    paths = [folder / name for name in MODEL_FILES]
+    return {path.name: path.read_text() for path in paths if path.is_file()}

@@ -45,32 +45,33 @@ class External:
         self._address, self._notice_s, self._gpus = address, notice_s, gpus
         self._options = ElasticOptions()
         self._link: Link | None = None
-        self._rank = -1
         self._leaving = False
+        self._why = ""
+        """What the last job said at the end."""
 
     def run(self) -> int:
-        """Serves one job after the other that is found at the address, until one lets it go or none is found any more."""
+        """Serves one job after the other that is found at the address, until one lets it go or none takes it any more."""
         looked_since = time.monotonic()
         while True:
-            code, served = self._membership()
+            code, found = self._membership()
             if code is not None:
                 return code
-            looked_since = time.monotonic() if served else looked_since
+            looked_since = time.monotonic() if found else looked_since
             if time.monotonic() - looked_since > self._options.reconnect_s:
-                _say(f"no job at {self._address.host}:{self._address.port} for {self._options.reconnect_s:g} s")
+                where = f"{self._address.host}:{self._address.port}"
+                _say(f"no job at {where} for {self._options.reconnect_s:g} s" + (f" but for: {self._why}" if self._why else ""))
                 return 1
             time.sleep(PAUSE_S)
 
     def interrupted(self, signum: int) -> None:
         """SIGINT or SIGTERM: tells the job, which lets go in time; without a job, or the second time, the end is at once."""
         link = self._link
-        joined = link is not None and isinstance(link.answer, Joined) and not link.lost
-        if self._leaving or not joined or link is None:
+        if self._leaving or link is None or not isinstance(link.answer, Joined) or link.lost:
             process.leave(128 + signum if self._leaving else 0)
         self._leaving = True
         notice_s = self._options.notice_s if self._notice_s is None else self._notice_s
         _say(f"{signal.Signals(signum).name}: leaving within {notice_s:g} s")
-        link.send(Leaving(rank=self._rank, notice_s=notice_s))
+        link.send(Leaving(rank=link.answer.rank, notice_s=notice_s))
         timer = threading.Timer(notice_s, lambda: process.leave(0))
         timer.daemon = True
         timer.start()
@@ -78,18 +79,20 @@ class External:
     # ------------------------------------------------------------------------------------------------ one membership
 
     def _membership(self) -> tuple[int | None, bool]:
-        """(exit code or None: look again, whether the job had let it in)."""
+        """(exit code or None: look again, whether there is a job that takes it in, or has not had the time to answer)."""
         link = self._link = Link(self._address, self._options.silence_s, self._gpus)
         link.start()
         try:
             link.answered.wait(ASKING * self._options.silence_s)
             answer = link.answer
             if answer is None or link.lost:
-                return None, False
+                return None, link.reached
             if not isinstance(answer, Joined):
                 _say(f"refused: {answer.reason}")
                 return 1, False
-            return self._serve(link, answer), True
+            began = time.monotonic()
+            code = self._serve(link, answer)
+            return code, time.monotonic() - began > ASKING * self._options.silence_s  # else it was sent away again
         finally:
             self._link = None  # a signal that comes now finds no job to tell
             link.close()
@@ -97,7 +100,7 @@ class External:
     def _serve(self, link: Link, joined: Joined) -> int | None:
         """The exit code, or None if the job has vanished."""
         config = configuration.from_json(joined.config)
-        self._options, self._rank = config.elastic, joined.rank
+        self._options = config.elastic
         link.silence_s, link.stuck_s = config.elastic.silence_s, config.elastic.stuck_s
         _say(f"joined as member {joined.rank}")
         order = _first_order(link, joined.rank)
@@ -134,6 +137,7 @@ class External:
         return self._ended(Stop(number=-1, reason=loop.stop_reason, exit_code=code))
 
     def _ended(self, stop: Stop) -> int | None:
+        self._why = stop.reason
         _say(stop.reason)
         if self._leaving:
             return 0
@@ -191,7 +195,9 @@ def model_folder(joined: Joined) -> Iterator[Path]:
 
 
 def _say(text: str) -> None:
-    print(f"pearl join: {text}", flush=True)
+    """A terminal or pipe that is gone (Ctrl-C ends the other end of a pipe too) must not keep the worker from leaving."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"pearl join: {text}", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:

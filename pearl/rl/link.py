@@ -77,6 +77,8 @@ class Link(threading.Thread):
         self.answer: Joined | Refused | None = None
         self.lost = ""
         """Why the job is not heard of any more."""
+        self.reached = False
+        """A job that knows the token is there, whether it has answered or not: its ranks may still be starting."""
         self._address, self.silence_s = address, silence_s
         self._join = Join(pid=os.getpid(), host=socket.gethostname(), gpus=gpus)
         self._mail = Mailbox()
@@ -137,9 +139,9 @@ class Link(threading.Thread):
         context = zmq.Context()
         where = f"tcp://{self._address.host}:{self._address.port}"
         client = Client(context, where, secrets.token_hex(16), ToRank, options=client_options(self._address.token))
-        refusals = client.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        door = client.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         poller = zmq.Poller()
-        for end in (client.socket, self._mail.bell, refusals):
+        for end in (client.socket, self._mail.bell, door):
             poller.register(end, zmq.POLLIN)
         last, silence, asked = time.monotonic(), 0.0, -ASK_EVERY_S
         while not self._closing.is_set() and not self.lost:
@@ -150,8 +152,8 @@ class Link(threading.Thread):
             ready = dict(poller.poll(POLL_MS))
             if self._mail.bell in ready:
                 self._mail.hush()
-            if refusals in ready:
-                self._refused(refusals)
+            if door in ready:
+                self._knocked(door)
             now = time.monotonic()
             gap, last = min(now - last, LONGEST_GAP_S), now
             silence = 0.0 if client.socket in ready and self._receive(client) else silence + gap
@@ -161,14 +163,15 @@ class Link(threading.Thread):
             self._pass_time(now, gap)
         self._flush(client)
         client.socket.disable_monitor()
-        refusals.close(0)
+        door.close(0)
         client.socket.close(linger=0 if self.lost else 1000)
         context.term()
 
-    def _refused(self, monitor: zmq.Socket) -> None:
-        """The door stays shut: nobody there will ever answer."""
-        recv_monitor_message(monitor)
-        if self.answer is None:
+    def _knocked(self, monitor: zmq.Socket) -> None:
+        """The door is open, or stays shut: then nobody there will ever answer."""
+        if recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.reached = True
+        elif self.answer is None:
             self.answer = Refused(reason="the token is not that of this job")
             self.answered.set()
 

@@ -39,8 +39,8 @@ from pearl.sched.shape import Shape
 
 class Worker(Struct, frozen=True, kw_only=True):
     """One row; a struct, since each report makes it anew. While it is transitioning `role` and `was_active` are still the old
-    ones, `next_role` and `next_active` what was ordered; `overtaken`: an order to serve has no answer, and may be carried out by
-    now. `deadline`: when its GPUs are reclaimed. `since`: when it joined. KV in tokens."""
+    ones, `next_role` and `next_active` what was ordered; `overtaken`: an order to serve has no answer, and may be carried out
+    by now. `deadline`: when its GPUs are reclaimed. `since`: when it joined. KV in tokens."""
 
     name: str
     slot: int

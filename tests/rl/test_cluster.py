@@ -15,7 +15,7 @@ from engine_cases import model
 
 from pearl.config import ExpandSettings
 from pearl.metrics.jsonl import read_jsonl
-from pearl.protocol import Done, Failed, HandedOff, Leaving, Ready, Report, TakenOver, Tokens, TokenUpdate
+from pearl.protocol import Done, Failed, HandedOff, Join, Leaving, Ready, Report, TakenOver, Tokens, TokenUpdate
 from pearl.rl.types import Group
 
 EPISODES = 24
@@ -221,6 +221,39 @@ def test_a_version_is_fetched_by_externals_while_they_serve(folder: Path, tmp_pa
     town.play()
     town.until(lambda: town.engines[number].weight_version == town.version)
     town.settled()
+
+
+def test_a_worker_can_join_whatever_has_become_of_the_model_s_folder(folder: Path, tmp_path: Path) -> None:
+    """What it needs of it was read when the job began: no knock at the door may end the job."""
+    (tmp_path / "model").symlink_to(folder)
+    town = Town(tmp_path, tmp_path / "model", serving=1, seed=21)
+    (tmp_path / "model").unlink()
+    said, town.externals.tell = [], lambda peer, message: said.append(message) or True
+    town.externals.joins.append(("peer", Join(pid=1, host="here")))
+    town.cluster.turn(town.clock.now())
+    assert "config.json" in said[0].files and town.cluster._vocab_size and "joined" in town.notices[-1]
+
+
+def test_a_worker_on_the_gpus_of_another_is_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
+    town = Town(tmp_path, folder, serving=1, seed=22)
+    for peer in ("one", "two"):
+        town.externals.joins.append((peer, Join(pid=1, host="here", gpus=["node7"])))
+    town.cluster.turn(town.clock.now())
+    told = [notice.split(":")[0] for notice in town.notices]
+    assert told == ["worker rank2 joined from here (pid 1)", "worker rank3 is refused"]
+    assert list(town.externals.members) == [2]
+
+
+def test_a_worker_that_says_it_cannot_leave_costs_nobody_else_anything(folder: Path, tmp_path: Path) -> None:
+    town = Town(tmp_path, folder, serving=1, seed=23)
+    town.scheduler.settings = dataclasses.replace(town.scheduler.settings, expand=ExpandSettings(external="always"))
+    number = town.join()
+    town.until(lambda: town.shape == "2M" and not town.scheduler.log.open)
+    town.stopped.add(number)
+    town.cluster.take_external(Leaving(rank=number, notice_s=30.0), town.clock.now())
+    town.cluster.take_external(Done(rank=number, number=town._number, seconds=0.0, error="no"), town.clock.now())
+    town.until(lambda: number not in town.externals.members)
+    assert town.shape == "1M" and not town.failures
 
 
 def test_messages_of_strangers_and_of_the_dead_change_nothing(folder: Path, tmp_path: Path) -> None:

@@ -6,15 +6,21 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.elastic_job import ElasticJob, Wire, kill
 from bench.job_process import ROOT
-from pearl.protocol import Joined
+from pearl.config import Config, ElasticOptions, to_json
+from pearl.protocol import Joined, Refused, Stop
+from pearl.rl import join
 from pearl.rl.join import model_folder
+from pearl.rl.link import EXIT_LOST, Address
 
 slow = pytest.mark.slow
 MANY = "max_steps=400"
@@ -40,6 +46,62 @@ def test_who_does_not_see_the_model_s_folder_has_the_files_that_were_sent(tmp_pa
     (tmp_path / "config.json").write_text("{}")
     with model_folder(joined) as folder:
         assert folder == tmp_path
+
+
+class Doors:
+    """`Link`s to a job that says these things to who knocks, one after the other; nothing: it has no time. `knocked` counts."""
+
+    def __init__(self, *said: list[Any]) -> None:
+        self.knocked, self._said = 0, said
+        self.lost, self.answered, self.silence_s, self.stuck_s = "", threading.Event(), 1.0, 1.0
+        self.answer: Joined | Refused | None = None
+        self.reached, self._then = True, []
+
+    def __call__(self, *_: object) -> Doors:
+        self.answer, *self._then = self._said[min(self.knocked, len(self._said) - 1)] or [None]
+        self.knocked += 1
+        self.answered.set()
+        return self
+
+    def take(self, timeout_s: float) -> list[Any]:
+        return self._then
+
+    def start(self) -> None: ...
+    def close(self) -> None: ...
+
+
+SOON = Config(elastic=ElasticOptions(reconnect_s=0.05))
+TAKEN = Joined(rank=4, config=to_json(SOON), model_folder="", weight_version=0)
+AWAY = Stop(number=-1, reason="its GPUs are another's", exit_code=EXIT_LOST)
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Doors]]:
+    """The exit code of a worker to which a job says these things, and the job."""
+
+    def run(*said: list[Any]) -> tuple[int, Doors]:
+        doors = Doors(*said)
+        monkeypatch.setattr(join, "Link", doors)
+        monkeypatch.setattr(join, "PAUSE_S", 0.01)
+        worker = join.External(Address.parse("h:1/t"), notice_s=None, gpus=[])
+        worker._options = SOON.elastic
+        return worker.run(), doors
+
+    return run
+
+
+def test_a_worker_that_is_sent_away_each_time_gives_up_and_says_why(
+    looks: Callable[..., tuple[int, Doors]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, doors = looks([TAKEN, AWAY])
+    assert code == 1 and doors.knocked >= 2
+    assert "its GPUs are another's" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_job_that_is_still_starting_is_waited_for(looks: Callable[..., tuple[int, Doors]]) -> None:
+    """Longer than for a job that is not there; what it says in the end counts."""
+    code, doors = looks(*[[]] * 30, [Refused(reason="no")])
+    assert code == 1 and doors.knocked == 31
 
 
 def test_workers_join_serve_die_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:

@@ -94,6 +94,12 @@ def test_it_answers_heartbeats_under_its_number_and_passes_orders_on(job: Job, l
     job.until(lambda: bool(job.of(Leaving)), "what it said")
 
 
+def test_a_job_that_lets_it_knock_and_has_no_time_to_answer_is_there_all_the_same(job: Job, link: Link) -> None:
+    assert not link.reached
+    job.until(lambda: link.reached, "the handshake")
+    assert link.answer is None and not link.lost
+
+
 def test_it_asks_again_until_somebody_answers(job: Job, link: Link) -> None:
     job.until(lambda: len(job.of(Join)) >= 2, "a second try")
     job.admit()
@@ -130,7 +136,7 @@ def test_who_has_another_token_hears_so_from_the_door(job: Job) -> None:
     link = Link(Address(host=job.address.host, port=job.address.port, token="b2c3"), 60.0, [])
     link.start()
     job.until(link.answered.is_set, "an answer")
-    assert isinstance(link.answer, Refused) and "token" in link.answer.reason
+    assert isinstance(link.answer, Refused) and "token" in link.answer.reason and not link.reached
     assert not job.heard and job.keeper.refused >= 1
     link.close()
 
