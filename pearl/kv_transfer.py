@@ -6,6 +6,8 @@ that its receiver can go on with the same tokens even if not one byte of KV arri
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from pearl.sampling_params import SamplingParams
@@ -95,6 +97,23 @@ class KVTransfer(msgspec.Struct, frozen=True, kw_only=True):
     reservation_id: str | None = None
     peers: list[KVEndpoint] = []
     growing: bool = False
+
+
+def why_impossible(transfer: KVTransfer) -> str:
+    """Why no engine offers this, "" if one can: what could not be gone on with, wherever it is taken in."""
+    state, known = transfer.state, len(transfer.state.token_ids)
+    name, sampled = f"request {state.request_id[:200]!r}", known - state.num_prompt_tokens
+    if transfer.request_id != state.request_id:
+        return f"{name}: the transfer of it is one of request {transfer.request_id[:200]!r}"
+    if not 0 < state.num_prompt_tokens <= known or state.max_tokens < 1:
+        return f"{name}: {known} tokens with a prompt of {state.num_prompt_tokens} and {state.max_tokens} to sample"
+    if not 0 <= transfer.num_written_tokens < known or min(transfer.blocks, default=0) < 0:
+        return f"{name}: KV of {transfer.num_written_tokens} of its {known} tokens in blocks {transfer.blocks[:20]}"
+    if not len(state.logprobs) == len(state.weight_versions) == sampled:
+        return f"{name}: {sampled} sampled tokens, {len(state.logprobs)} log-probs, {len(state.weight_versions)} versions"
+    if min(state.index, state.num_cached_tokens, state.num_preemptions, transfer.weight_version + 1) < 0:
+        return f"{name}: index, counts and versions are never negative"
+    return "" if 0 < transfer.deadline < math.inf else f"{name}: deadline={transfer.deadline}: must be finite and > 0"
 
 
 class KVReservation(msgspec.Struct, frozen=True, kw_only=True):

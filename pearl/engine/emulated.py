@@ -30,6 +30,7 @@ from pearl.engine.request import Request, RequestStatus, RequestUpdate, SampledT
 from pearl.engine.role import RoleSwitchReport
 from pearl.engine.steps import Steps
 from pearl.engine.travel import request_of, state_of
+from pearl.kv_transfer import why_impossible
 from pearl.protocol import KVEndpoint, KVLayout, KVTransfer, Role, SamplingParams
 
 IDLE_S = 0.002
@@ -298,6 +299,8 @@ class EmulatedEngine:
         if transfer.state.name in self._core.requests or (known is not None and known.live):
             raise ValueError(f"request_id={transfer.request_id!r}: is in use by a request that has not finished")
         now = self._clock.now()
+        if wrong := why_impossible(transfer):
+            raise ValueError(wrong)
         request = request_of(transfer.state, now)
         check_request(request, self._core.settings)
         if self.asleep or self._version < 0 or known is not None:

@@ -22,6 +22,7 @@ from pearl.engine.siblings import Siblings
 from pearl.engine.transfers import HERE, LOST, Transfers, Way
 from pearl.engine.travel import request_of
 from pearl.engine.weights.store import WeightStore
+from pearl.kv_transfer import why_impossible
 from pearl.protocol import KVEndpoint, KVLayout, KVReservation, KVTransfer, SamplingParams
 
 
@@ -121,6 +122,8 @@ class TakingIn:
     def _checked(self, transfer: KVTransfer) -> Request:
         """The request as it is to be here. ValueError if it can never run here."""
         state = transfer.state
+        if wrong := why_impossible(transfer):
+            raise ValueError(wrong)
         if not self._siblings.fits(state.request_id, state.name, self._core.requests):
             raise ValueError(f"request_id={state.request_id!r}: is in use by a request that has not finished")
         arrival = self._core.arrivals.get(transfer.transfer_id)

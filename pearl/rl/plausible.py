@@ -12,6 +12,7 @@ from collections import Counter
 
 import msgspec
 
+from pearl.kv_transfer import why_impossible
 from pearl.protocol import Event, HandedOff, Leaving, Ready, Report, Tokens
 from pearl.rl.rollout import trajectory_of
 
@@ -46,8 +47,9 @@ def implausible(event: Event, *, vocab_size: int, newest: int, max_model_len: in
         case Ready():
             short = f"max_model_len={event.max_model_len}: requests of this job may have {max_model_len} tokens"
             return short if event.max_model_len < max_model_len else _numbers(event.kv_tokens)
-        case HandedOff() if any(one.request_id != one.state.request_id for one in event.transfers):
-            return "a transfer of one request holds another"
+        case HandedOff():
+            wrongs = (why_impossible(one) or _version(one.weight_version, newest) for one in event.transfers)
+            return next(filter(None, wrongs), "")
     return ""
 
 

@@ -6,6 +6,7 @@ import gc
 import math
 import threading
 from pathlib import Path
+from typing import Any
 
 import hf_models
 import msgspec
@@ -460,6 +461,34 @@ def test_what_can_never_be_taken_in_is_refused_by_name(folder: Path, settings: d
         pair.d.import_kv(transfer)
     assert not pair.d.has_unfinished()
     pair.p.finish_export(transfer.transfer_id, False)
+    assert_greedy(pair.run()["r", 0], 8)
+
+
+@pytest.mark.parametrize(
+    ("offer", "state", "message"),
+    [
+        ({"num_written_tokens": 21}, {}, "KV of 21 of its 21 tokens"),
+        ({"num_written_tokens": -1}, {}, "KV of -1"),
+        ({"blocks": [0, -9]}, {}, r"blocks \[0, -9\]"),
+        ({"deadline": math.nan}, {}, "deadline=nan"),
+        ({"request_id": "s"}, {}, "'r': the transfer of it is one of request 's'"),
+        ({}, {"num_prompt_tokens": 22}, "21 tokens with a prompt of 22"),
+        ({}, {"max_tokens": 0}, "0 to sample"),
+        ({}, {"logprobs": []}, "1 sampled tokens, 0 log-probs"),
+        ({}, {"weight_versions": [0, 0]}, "2 versions"),
+        ({}, {"num_cached_tokens": -3}, "never negative"),
+    ],
+)
+def test_what_no_engine_offers_is_refused_before_a_step_is_made_of_it(
+    folder: Path, offer: dict[str, Any], state: dict[str, Any], message: str
+) -> None:
+    """Offers come from other machines: one that cannot be must cost its source alone."""
+    pair = Pair(folder)
+    transfer = prefilled(pair, hf_models.prompt(20), request_id="r")
+    wrong = msgspec.structs.replace(transfer, state=msgspec.structs.replace(transfer.state, **state), **offer)
+    with pytest.raises(ValueError, match=message):
+        pair.d.import_kv(wrong)
+    assert pair.move(transfer, pair.p, pair.d)
     assert_greedy(pair.run()["r", 0], 8)
 
 

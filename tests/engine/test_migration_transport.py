@@ -197,3 +197,12 @@ def test_the_first_transport_that_can_is_chosen_and_the_reasons_are_told() -> No
         choose("other", others, transfer, destination)
     with pytest.raises(ValueError, match="'x': must be one of auto, other, local"):
         choose("x", others, transfer, destination)
+
+
+def test_no_lease_holds_on_blocks_that_are_not_there() -> None:
+    """The ids come from whoever offers."""
+    words = LeaseWords.zeros(4)
+    word = words.open(3)
+    assert words.holds(3, word) and words.is_due(3, word + 1)
+    for block in (-1, 4, 8, 10**12, -(10**12)):
+        assert not words.holds(block, 0) and not words.is_due(block, 10**9)

@@ -8,7 +8,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from pearl.protocol import Leaving, Pong, Ready, Report, StepSums, Tokens, TokenUpdate
+from pearl.protocol import (
+    HandedOff,
+    KVEndpoint,
+    KVLayout,
+    KVTransfer,
+    Leaving,
+    Pong,
+    Ready,
+    Report,
+    RequestState,
+    SamplingParams,
+    StepSums,
+    Tokens,
+    TokenUpdate,
+)
 from pearl.rl.plausible import FAILED_SESSIONS, MOST, MOST_STEPS, TRIES, Failures, implausible
 from pearl.rl.telemetry import TelemetryMeter
 
@@ -74,6 +88,31 @@ def test_what_workers_say_is_believed(event: Any) -> None:
 def test_what_cannot_be_is_named(event: Any, why: str) -> None:
     with pytest.raises(AssertionError, match=why):
         assert not verdict(event), verdict(event)
+
+
+def offer(**fields: Any) -> HandedOff:
+    """A prompt of three tokens with its first sampled one."""
+    state: dict[str, Any] = {
+        "request_id": "7-0/0", "name": "7-0/0", "index": 0, "params": SamplingParams(max_tokens=5), "token_ids": [1, 2, 3, 4],
+        "num_prompt_tokens": 3, "max_tokens": 5, "seed": 1, "stop_token_ids": [], "eos_token_ids": [], "cache_salt": None,
+        "session_id": None, "cacheable": True, "streaming": True, "num_cached_tokens": 0, "num_preemptions": 0,
+        "logprobs": [-0.5], "top_logprobs": [], "prompt_logprobs": [], "weight_versions": [4],
+    }  # fmt: skip
+    layout = KVLayout(dtype="float32", block_size=4, num_layers=1, num_kv_heads=1, head_dim=8, order="plain")
+    transfer: dict[str, Any] = {
+        "transfer_id": "t1", "request_id": "7-0/0", "state": RequestState(**state), "blocks": [2], "lease_word": 1,
+        "source": KVEndpoint(worker="w", host="h", pid=1, num_blocks=9, addresses={}), "num_written_tokens": 3,
+        "layout": layout, "weight_version": 4, "epoch": 0, "deadline": 30.0,
+    }  # fmt: skip
+    return HandedOff(rank=5, transfers=[KVTransfer(**(transfer | fields))])
+
+
+def test_what_cannot_be_offered_is_named() -> None:
+    """Whoever takes it in belongs to the job: it must not be what fails."""
+    assert verdict(offer()) == ""
+    assert "KV of 4 of its 4 tokens" in verdict(offer(num_written_tokens=4))
+    assert "weight_version=5: there are none but" in verdict(offer(weight_version=5))
+    assert "is one of request '8-0/0'" in verdict(offer(request_id="8-0/0"))
 
 
 def test_what_is_believed_can_be_summed_up_and_learned_from() -> None:

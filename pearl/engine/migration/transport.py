@@ -74,11 +74,15 @@ class LeaseWords:
         self.memory[block] += 1
 
     def holds(self, block: int, word: int) -> bool:
-        return int(self.memory[block]) == word
+        return self._is_block(block) and int(self.memory[block]) == word
 
     def is_due(self, block: int, word: int) -> bool:
         """Whether the offer with this word is still to be opened: one of several ranks may be a moment behind the first."""
-        return int(self.memory[block]) < word
+        return self._is_block(block) and int(self.memory[block]) < word
+
+    def _is_block(self, block: int) -> bool:
+        """Who offers says which blocks; it may be wrong."""
+        return 0 <= block < self._num_blocks
 
     # ------------------------------------------------------------------------------------------------ progress
 
