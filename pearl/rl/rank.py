@@ -259,7 +259,7 @@ class RankLoop:
         if self._waking is not None and self._serving is not None:
             if self._answer(*self._waking, self._serving.poll_wake):
                 self._waking = None
-            self._next_fetch()
+        self._next_fetch()  # what it waited for may have come, or have been overtaken
 
     # ------------------------------------------------------------------------------------------------- parts
 

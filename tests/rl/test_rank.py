@@ -11,6 +11,7 @@ from pearl.protocol import (
     Done,
     Export,
     Failed,
+    Fetch,
     NewRequest,
     PackingPlan,
     Publish,
@@ -22,6 +23,7 @@ from pearl.protocol import (
     Submit,
     Tokens,
     TrainStep,
+    Wake,
 )
 from pearl.rl.rank import RankLoop
 
@@ -256,3 +258,31 @@ def test_nothing_runs_after_stop():
     _, code, _, log = run([Stop(number=0, reason="enough", exit_code=3), train(1)])
     assert code == 3
     assert log == []
+
+
+def test_a_fetch_behind_an_order_that_is_overtaken_is_begun_all_the_same() -> None:
+    """The first `Wake` waits for its version; another comes, for which there is nothing to wait."""
+    numbers = dict.fromkeys(("total_blocks", "used_blocks", "leased_blocks", "running", "waiting", "weight_version"), 0)
+    stats = SimpleNamespace(role="mixed", **numbers)
+    engine = SimpleNamespace(weight_version=0, asleep=False, stats=lambda: stats, has_unfinished=lambda: False)
+    asked: list[int] = []
+    came: list[dict[str, float]] = []
+    fetcher = SimpleNamespace(
+        begin=lambda version, pulls: asked.append(version), poll=lambda: came[0] if came else None, cancel=lambda: None
+    )
+    waits: list[list] = [
+        [Wake(number=1, role="mixed", epoch=1, weight_version=1)],
+        [Fetch(number=2, weight_version=2)],
+        [Wake(number=3, role="mixed", epoch=2, weight_version=0)],
+    ]
+    sent: list = []
+    port = SimpleNamespace(take=lambda timeout_s: waits.pop(0) if waits else [], send=sent.append)
+    loop = RankLoop(
+        rank=5, control=port, engine=engine, trainer=None, publisher=SimpleNamespace(), publish_timeout_s=1.0, fetcher=fetcher
+    )
+    for _ in range(4):
+        loop.turn()
+    assert asked == [1, 2]
+    came.append({})
+    loop.turn()
+    assert [event.number for event in sent if isinstance(event, Done)] == [3, 2]
