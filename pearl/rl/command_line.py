@@ -8,11 +8,14 @@ here, in one line, with exit code 2. Torch-free.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FrameType
 
 from pearl import config as configuration
 from pearl.config import Config
@@ -96,7 +99,8 @@ def run(argv: list[str]) -> int:
     try:
         if arguments.nproc < 1:
             raise ValueError(f"--nproc {arguments.nproc}: must be >= 1")
-        job = planned(arguments, world=arguments.nproc, try_prompt=not arguments.print)
+        with _interruptible():
+            job = planned(arguments, world=arguments.nproc, try_prompt=not arguments.print)
     except ValueError as error:
         print(f"pearl run: error: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -111,6 +115,24 @@ def run(argv: list[str]) -> int:
     module = "pearl.rl.launcher" if job.config.emulated is None else "pearl.rl.plain_launcher"
     launcher = [sys.executable, "-m", module, str(job.layout.world), *rank_arguments(arguments), "--tried"]
     os.execv(sys.executable, launcher)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """A KeyboardInterrupt that is raised in a callback, as imports have many, is printed and lost: it is raised again after."""
+    came: list[int] = []
+
+    def interrupted(signum: int, frame: FrameType | None) -> None:
+        came.append(signum)
+        signal.default_int_handler(signum, frame)
+
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+        if came:
+            raise KeyboardInterrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def rank_arguments(arguments: argparse.Namespace) -> list[str]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from pearl import config as configuration
 from pearl.overrides import override
+from pearl.rl import preflight
 from pearl.rl.buffer import Buffer
 from pearl.rl.checkpoint_folder import CheckpointFolder
 from pearl.rl.command_line import Job, main, parser, planned, rank_arguments
@@ -69,3 +73,23 @@ def test_what_is_wrong_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]
         assert main(arguments) == 2
         said = capsys.readouterr()
         assert said.out == "" and said.err.startswith("pearl run: error: ") and said.err.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_ctrl_c_that_a_callback_swallows_is_heard(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Python prints and forgets what is raised while it drops an object, as it does all the time during imports."""
+
+    class Callback:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0)  # the handler runs here at the latest
+
+    def check(*_: object, **__: object) -> None:
+        Callback()
+
+    monkeypatch.setattr(preflight, "check", check)
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("the job was started"))
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["run"]) == 130
+    assert "interrupted before the start" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is before

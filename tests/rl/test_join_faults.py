@@ -38,19 +38,20 @@ from pearl.protocol import (
     Wake,
 )
 from pearl.rl.door import client_options
+from pearl.rl.plausible import FAILED_SESSIONS
 from pearl.sched.cost_profile import ChangeCost
 
 slow = pytest.mark.slow
 MANY = "max_steps=400"
 
 
-def end(job: ElasticJob, signum: int = signal.SIGINT) -> None:
+def end(job: ElasticJob, signum: int = signal.SIGINT, most_failed: int = 0) -> None:
     """Ctrl-C, and nothing may be left; the books of all steps hold."""
     job.process.send_signal(signum)
     assert job.wait_until_gone(40) is not None, f"{job.report()}\n{job.family()}"
     assert job.process.wait() == 128 + signum
     for row in job.rows():
-        assert row["lost_tokens"] == 0 and row["failed_trajectories"] == 0, row
+        assert row["lost_tokens"] == 0 and row["failed_trajectories"] <= most_failed, row
         assert row["dispatched"] == row["trained"] + row["dropped"] + row["in_flight"], row
 
 
@@ -179,7 +180,7 @@ def test_who_lies_about_requests_is_let_go_and_they_go_on_elsewhere(tmp_path: Pa
         assert "requests failed there" in liar.until(Stop).reason
         liar.close()
         job.step(2)
-        end(job)
+        end(job, most_failed=FAILED_SESSIONS - 1)  # it may have been sent the same ones again and again
         assert job.rows()[-1]["external_failures"] >= 3
 
 
