@@ -104,6 +104,11 @@ def test_a_job_that_is_still_starting_is_waited_for(looks: Callable[..., tuple[i
     assert code == 1 and doors.knocked == 31
 
 
+def test_a_worker_is_as_patient_with_a_busy_controller_as_the_job_s_own_ranks(looks: Callable[..., tuple[int, Doors]]) -> None:
+    _, doors = looks([TAKEN, AWAY])
+    assert SOON.elastic.silence_s < SOON.timeouts.silence_s == doors.silence_s
+
+
 def test_workers_join_serve_die_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
     with ElasticJob.begin(tmp_path, "max_steps=14") as job:
         job.join("one")
