@@ -101,7 +101,7 @@ class External:
         """The exit code, or None if the job has vanished."""
         config = configuration.from_json(joined.config)
         self._options = config.elastic
-        link.stuck_s = config.elastic.stuck_s
+        link.stuck_s, link.doubt_s = config.elastic.stuck_s, config.elastic.silence_s
         link.silence_s = max(config.elastic.silence_s, config.timeouts.silence_s)  # then the job's own ranks give it up too
         _say(f"joined as member {joined.rank}")
         order = _first_order(link, joined.rank)

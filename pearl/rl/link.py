@@ -80,6 +80,8 @@ class Link(threading.Thread):
         self.reached = False
         """A job that knows the token is there, whether it has answered or not: its ranks may still be starting."""
         self._address, self.silence_s = address, silence_s
+        self.doubt_s = math.inf
+        """After a silence of this the job is asked whether it still knows this worker, which it may have lost meanwhile."""
         self._join = Join(pid=os.getpid(), host=socket.gethostname(), gpus=gpus)
         self._mail = Mailbox()
         self._closing = threading.Event()
@@ -146,9 +148,9 @@ class Link(threading.Thread):
         last, silence, asked = time.monotonic(), 0.0, -ASK_EVERY_S
         while not self._closing.is_set() and not self.lost:
             now = time.monotonic()
-            if self.answer is None and now - asked >= ASK_EVERY_S:
+            if now - asked >= ASK_EVERY_S and (self.answer is None or silence > self.doubt_s):
                 asked = now
-                client.send(self._join)
+                client.send(Pong(rank=self.answer.rank, sequence=-1) if isinstance(self.answer, Joined) else self._join)
             ready = dict(poller.poll(POLL_MS))
             if self._mail.bell in ready:
                 self._mail.hush()

@@ -117,6 +117,14 @@ def test_a_job_that_falls_silent_is_lost_and_the_loop_hears_of_it(job: Job, link
     assert link.lost
 
 
+def test_a_job_that_falls_silent_is_asked_whether_it_still_knows_the_worker(job: Job, link: Link) -> None:
+    link.doubt_s = 1.0
+    peer = job.admit()
+    assert link.answered.wait(LIMIT_S) and not link.lost
+    job.until(lambda: (peer, Pong(rank=7, sequence=-1)) in job.of(Pong), "a question")
+    assert not link.lost
+
+
 def test_a_worker_that_is_no_longer_known_is_lost_at_once(job: Job, link: Link) -> None:
     peer = job.admit()
     assert link.answered.wait(LIMIT_S)
