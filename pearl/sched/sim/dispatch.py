@@ -224,7 +224,7 @@ class Dispatcher:
         costs, faults = self._settings.costs, self._settings.faults
         fails = faults.transfer > 0 and self._chance.random() < faults.transfer
         if costs.hand_over.copies:
-            self._agenda.after(0.0, lambda: self._over(transfer, ok=not fails))
+            self._agenda.after(costs.transfer_base_s, lambda: self._over(transfer, ok=not fails))
             return
         num_bytes = tokens * costs.kv_bytes_per_token
         transfer.flow = flow = self._network.send(

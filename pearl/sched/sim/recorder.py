@@ -6,37 +6,18 @@ computed is counted in one interval and one step.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 import numpy as np
 
-from pearl.protocol import Role
-from pearl.sched.profile import DecodeSample, PrefillSample, StepTelemetry
+from pearl.protocol import Role, StepSums
+from pearl.sched.profile import StepTelemetry
 from pearl.sched.sim.episode import Episode
 from pearl.sched.sim.plans import TrajectoryPlan
 from pearl.sched.sim.pricing import StepPrice
 from pearl.sched.sim.results import IntervalRecord
+from pearl.sched.step_samples import StepSamples
 from pearl.sched.workload import QUANTILES
-
-PREFIX_BUCKET, NEW_BUCKETS_PER_OCTAVE = 4096, 2
-
-
-class _Samples:
-    """Steps by what they were like; a sample is the mean of its bucket."""
-
-    def __init__(self) -> None:
-        self.rows: dict[tuple[int, int], list[float]] = {}
-
-    def add(self, key: tuple[int, int], first: float, second: float, seconds: float, count: float) -> None:
-        row = self.rows.setdefault(key, [0.0, 0.0, 0.0, 0.0])
-        for index, value in enumerate((first, second, seconds)):
-            row[index] += value * count
-        row[3] += count
-
-    def means(self) -> list[tuple[float, float, float, float]]:
-        rows = (self.rows[key] for key in sorted(self.rows))
-        return [(first / count, second / count, seconds / count, count) for first, second, seconds, count in rows]
 
 
 class Recorder:
@@ -53,7 +34,7 @@ class Recorder:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._decode, self._prefill = _Samples(), _Samples()
+        self._steps = StepSamples()
         self._turns = self._missed = self._local = self._local_tokens = self._appends = 0
         self._contexts = self._decoding_s = self._flight_s = 0.0
 
@@ -67,11 +48,7 @@ class Recorder:
         self.counts["computed"] += cost.new
         self.counts["generated"] += drawn
         self._decoding_s += cost.batch * cost.seconds
-        if cost.batch and not cost.new:
-            self._decode.add((cost.batch, 0), cost.batch, cost.context, cost.seconds / steps, steps)
-        elif cost.new and not cost.batch:
-            key = int(NEW_BUCKETS_PER_OCTAVE * math.log2(cost.new)), int(cost.prefix) // PREFIX_BUCKET
-            self._prefill.add(key, cost.new, cost.prefix, cost.seconds, 1)
+        self._steps.add(step_sums(cost, steps))
 
     def placed(self, role: Role, episode: Episode) -> None:
         """A turn's request goes to a worker of this role."""
@@ -130,6 +107,7 @@ class Recorder:
         later = [turn for plan in plans for turn in plan.turns[1:]]
         every = [turn for plan in plans for turn in plan.turns]
         seen, appends = max(1, self._turns), max(1, self._appends)
+        decode, prefill = self._steps.take()
         measured = StepTelemetry(
             trajectories=len(plans),
             turns=float(turns.mean()),
@@ -145,8 +123,23 @@ class Recorder:
             local_appended=self._local_tokens / self._local if self._local else None,
             decode_share=min(1.0, self._decoding_s / self._flight_s) if self._flight_s and self._decoding_s else None,
             turn_quantiles=tuple((np.quantile(turns, QUANTILES) / turns.mean()).tolist()),
-            decode=tuple(DecodeSample(batch=n, context=c, seconds=s, count=k) for n, c, s, k in self._decode.means()),
-            prefill=tuple(PrefillSample(new=n, prefix=p, seconds=s, count=k) for n, p, s, k in self._prefill.means()),
+            decode=decode,
+            prefill=prefill,
         )
         self._begin_step()
         return measured
+
+
+def step_sums(cost: StepPrice, steps: int) -> StepSums:
+    """An output of so many steps, as a member of a live job tells of it: the context is the mean of all who ran."""
+    running = cost.batch + cost.chunks
+    context = cost.batch * cost.context + cost.chunks * cost.prefix + cost.new
+    return StepSums(
+        prefill=cost.new > 0,
+        count=steps,
+        size=cost.new or steps * cost.batch,
+        context=steps * context / max(1, running),
+        decodes=steps * cost.batch,
+        prompts=cost.chunks or steps,
+        seconds=cost.seconds,
+    )
