@@ -22,6 +22,16 @@ LEAST_SHARE = 0.1
 """Of a step with decodes and prompts that is the prompts' at least, whatever a decode step of its size takes."""
 
 
+def told(*, computed: int, batch: int, prompts: int) -> tuple[bool, int, int] | None:
+    """What a step was that computed so many tokens and gave `batch` requests one, `prompts` of them their first: (whether it
+    computed prompts, new tokens of these or else sequences, decodes). None, if that cannot be told."""
+    decodes = batch - prompts
+    new = computed - decodes
+    if new <= 0:
+        return None if prompts else (False, batch, decodes)
+    return True, new, decodes
+
+
 @dataclass(slots=True, kw_only=True)
 class _Steps:
     """Sums over steps of about one size: `size` sequences or new prompt tokens, `decodes` beside them, of `prompts` prompts."""

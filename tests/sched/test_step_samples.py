@@ -10,7 +10,7 @@ from sched_cases import COSTS
 from pearl.engine.request import ScheduledRequest, SchedulerOutput
 from pearl.protocol import StepSums
 from pearl.rl.token_report import TokenReport
-from pearl.sched.sim.pricing import price, steady_price
+from pearl.sched.sim.pricing import StepPrice, price, steady_price
 from pearl.sched.sim.recorder import step_sums
 from pearl.sched.step_samples import StepSamples
 
@@ -34,10 +34,16 @@ def told_live(prompts: int, decodes: int, computed: int, context: float, seconds
     return sums
 
 
+def add(samples: StepSamples, cost: StepPrice, drawn: int, prompts: int = 0, steps: int = 1) -> None:
+    sums = step_sums(cost, steps, drawn, prompts)
+    assert sums is not None
+    samples.add(sums)
+
+
 def test_prompts_of_one_step_share_its_time() -> None:
     """Three prompts of 200 new tokens each on 1,000 cached ones, in a step of 0.01 + 600 * 1e-4 + 600 * 1100 * 1e-9 s."""
     samples = StepSamples()
-    samples.add(step_sums(price(output(*[(1000, 200)] * 3), COSTS), 1))
+    add(samples, price(output(*[(1000, 200)] * 3), COSTS), drawn=3, prompts=3)
     (), [prompt] = samples.take()
     assert (prompt.new, prompt.prefix, prompt.count, prompt.beside) == (200, 1000, 3, 0)
     assert prompt.seconds == pytest.approx((0.01 + 0.06 + 0.00066) / 3)
@@ -47,8 +53,8 @@ def test_prompts_of_one_step_share_its_time() -> None:
 def test_prompts_beside_decodes_are_told_with_what_decodes_do_not_explain() -> None:
     """Four decodes take 0.01 + 4 * (1e-4 + 1e-7 * 1000) s; with a prompt of 500 tokens 0.01 + 0.05 + 0.000125 s more."""
     samples = StepSamples()
-    samples.add(step_sums(steady_price(COSTS, 4, 4 * 1000, 1), 1))
-    samples.add(step_sums(price(output(*[(999, 1)] * 4, (0, 500)), COSTS), 1))
+    add(samples, steady_price(COSTS, 4, 4 * 1000, 1), drawn=4)
+    add(samples, price(output(*[(999, 1)] * 4, (0, 500)), COSTS), drawn=5, prompts=1)
     [decode], [prompt] = samples.take()
     assert (decode.batch, decode.context, decode.count) == (4, 1000, 1) and decode.seconds == pytest.approx(0.0108)
     assert (prompt.new, prompt.count, prompt.beside) == (500, 1, 4) and prompt.seconds == pytest.approx(0.060125)
@@ -56,7 +62,7 @@ def test_prompts_beside_decodes_are_told_with_what_decodes_do_not_explain() -> N
 
 def test_steps_at_once_are_so_many_single_ones() -> None:
     samples = StepSamples()
-    samples.add(step_sums(steady_price(COSTS, 4, 4 * 1000, 50), 50))
+    add(samples, steady_price(COSTS, 4, 4 * 1000, 50), drawn=200, steps=50)
     [decode], () = samples.take()
     assert (decode.batch, decode.count) == (4, 50)
     assert decode.seconds == pytest.approx(0.0104 + 4 * 1e-7 * 1024.5), "each is one token longer than the one before"
@@ -64,7 +70,13 @@ def test_steps_at_once_are_so_many_single_ones() -> None:
 
 @pytest.mark.parametrize(
     ("entries", "prompts", "decodes"),
-    [([(1000, 200)] * 3, 3, 0), ([(299, 1)] * 5, 0, 5), ([(299, 1)] * 5 + [(100, 200)] * 2, 2, 5)],
+    [
+        ([(1000, 200)] * 3, 3, 0),
+        ([(299, 1)] * 5, 0, 5),
+        ([(299, 1)] * 5 + [(100, 200)] * 2, 2, 5),
+        ([(299, 1)] * 5 + [(100, 200)] * 2, 0, 5),  # there is more to come of both prompts
+        ([(299, 1), (100, 200)], 2, 0),  # all but one token of a prompt was cached
+    ],
 )
 def test_a_simulated_worker_tells_of_a_step_what_a_live_one_tells(
     entries: list[tuple[int, int]], prompts: int, decodes: int
@@ -73,7 +85,8 @@ def test_a_simulated_worker_tells_of_a_step_what_a_live_one_tells(
     cost = price(output(*entries), COSTS)
     context = sum(at + count for at, count in entries) / len(entries)
     live = told_live(prompts, decodes, sum(count for _, count in entries), context, cost.seconds)
-    mine = step_sums(cost, 1)
+    mine = step_sums(cost, 1, prompts + decodes, prompts)
+    assert mine is not None
     assert (mine.prefill, mine.count, mine.size, mine.decodes, mine.prompts) == (
         live.prefill, live.count, live.size, live.decodes, live.prompts,
     )  # fmt: skip

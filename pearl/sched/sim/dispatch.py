@@ -111,13 +111,14 @@ class Dispatcher:
     # ------------------------------------------------------------------------------------------------ what workers say
 
     def stepped(self, worker: SimWorker, output: SchedulerOutput, cost: StepPrice, updates: list[RequestUpdate]) -> None:
-        drawn, episodes = 0, self._episodes
+        drawn, prompts, episodes = 0, 0, self._episodes
         for update in updates:
             episode, count = episodes[update.request_id], len(update.token_ids)
             if count:
+                prompts += episode.prompted
                 episode.draw(count, update.weight_versions[0])
                 drawn += count
-        self._recorder.stepped(cost, output.num_steps, len(output.preempted), drawn)
+        self._recorder.stepped(cost, output.num_steps, len(output.preempted), drawn, prompts)
         for update in updates:
             if update.completion is not None:
                 self._completed(episodes[update.request_id], update)

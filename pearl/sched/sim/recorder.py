@@ -16,7 +16,7 @@ from pearl.sched.sim.episode import Episode
 from pearl.sched.sim.plans import TrajectoryPlan
 from pearl.sched.sim.pricing import StepPrice
 from pearl.sched.sim.results import IntervalRecord
-from pearl.sched.step_samples import StepSamples
+from pearl.sched.step_samples import StepSamples, told
 from pearl.sched.workload import QUANTILES
 
 
@@ -40,15 +40,17 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------ what happens
 
-    def stepped(self, cost: StepPrice, steps: int, preempted: int, drawn: int) -> None:
-        """A worker finished an output of so many steps, which gave `drawn` tokens."""
+    def stepped(self, cost: StepPrice, steps: int, preempted: int, drawn: int, prompts: int) -> None:
+        """A worker finished an output of so many steps, which gave `drawn` tokens, `prompts` of them a request's first."""
         self.counts["steps"] += steps
         self.counts["outputs"] += 1
         self.counts["preemptions"] += preempted
         self.counts["computed"] += cost.new
         self.counts["generated"] += drawn
         self._decoding_s += cost.batch * cost.seconds
-        self._steps.add(step_sums(cost, steps))
+        sums = step_sums(cost, steps, drawn, prompts)
+        if sums is not None:
+            self._steps.add(sums)
 
     def placed(self, role: Role, episode: Episode) -> None:
         """A turn's request goes to a worker of this role."""
@@ -116,7 +118,7 @@ class Recorder:
             first_prompt=float(np.mean([plan.first_prompt for plan in plans])),
             context=self._contexts / seen if self._turns else None,
             longest=float(max(plan.tokens for plan in plans)),
-            env_s=float(np.mean([turn.env_s for turn in every])),
+            env_s=sum(plan.reset_s + sum(turn.env_s for turn in plan.turns) for plan in plans) / len(every),
             overhead_s=overhead_s,
             miss_share=self._missed / appends if self._appends else None,
             local_share=self._local / appends if self._appends else None,
@@ -130,16 +132,20 @@ class Recorder:
         return measured
 
 
-def step_sums(cost: StepPrice, steps: int) -> StepSums:
-    """An output of so many steps, as a member of a live job tells of it: the context is the mean of all who ran."""
-    running = cost.batch + cost.chunks
-    context = cost.batch * cost.context + cost.chunks * cost.prefix + cost.new
+def step_sums(cost: StepPrice, steps: int, drawn: int, prompts: int) -> StepSums | None:
+    """An output of so many steps, as a member of a live job tells of it: the context is the mean of all who ran, prompts are
+    those of which the first token was drawn. None where that tells nothing."""
+    step = told(computed=cost.new + cost.batch, batch=drawn // steps, prompts=prompts)
+    if step is None:
+        return None
+    prefill, size, decodes = step
+    context = (cost.batch * cost.context + cost.chunks * cost.prefix + cost.new) / max(1, cost.batch + cost.chunks)
     return StepSums(
-        prefill=cost.new > 0,
+        prefill=prefill,
         count=steps,
-        size=cost.new or steps * cost.batch,
-        context=steps * context / max(1, running),
-        decodes=steps * cost.batch,
-        prompts=cost.chunks or steps,
+        size=steps * size,
+        context=steps * context,
+        decodes=steps * decodes,
+        prompts=steps * max(1, prompts),
         seconds=cost.seconds,
     )
