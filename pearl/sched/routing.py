@@ -31,8 +31,8 @@ class Routing:
             self._router.add_worker(worker.name, role, capacity)
 
     def spread(self, prediction: Prediction, there: Iterable[Worker]) -> None:
-        """In a hybrid: how many trajectories a decode worker is to have for each of a mixed one's. Those that are `there` already
-        may keep their role, and get their share at once."""
+        """In a hybrid: how many trajectories a decode worker is to have for each of a mixed one's. Who is `there` already
+        may keep its role, and gets its share at once."""
         shape, share = prediction.shape, prediction.split_share
         if shape.mode == "hybrid" and 0 < share < 1:
             self._capacity = {WorkerRole.DECODE: share / shape.decode, WorkerRole.MIXED: (1 - share) / shape.mixed}
