@@ -139,8 +139,8 @@ class RolloutOptions:
     `redundancy`: so many more trajectories play in each group than are trained, and those that end last are given up: no batch
     waits for a straggler, at the price of what it has played, and of a batch that favours short episodes.
 
-    `report_s`: a worker tells the sampled tokens of requests that have not ended this often (0: after every engine step). What
-    it has not told when it dies is sampled again.
+    `report_s`: a worker tells the sampled tokens of requests that have not ended this often (0: after every engine step; at
+    most half of `request_timeout_s`, else it looks dead). What it has not told when it dies is sampled again.
     """
 
     temperature: float = 1.0
@@ -330,6 +330,7 @@ def resolve(config: Config, world: int) -> Config:
             f"optimizer.mini_batch_size={c.optimizer.mini_batch_size}: must divide rollout_batch_size="
             f"{c.rollout_batch_size}; valid: {', '.join(map(str, divisors))}"
         )
+    _check_reports(c)
     if c.model.path is None:
         _check_fresh_model(c)
     staleness = (0 if world == 1 or c.engine.deterministic else 1) if c.max_staleness is None else c.max_staleness
@@ -340,6 +341,15 @@ def resolve(config: Config, world: int) -> Config:
     if c.emulated is not None:  # nothing is learned, so that nothing has to be warmed up
         c = replace(c, warmup=replace(c.warmup, steps=0))
     return replace(c, chosen=chosen, max_staleness=staleness, cluster=replace(c.cluster, train_ranks=train_ranks))
+
+
+def _check_reports(c: Config) -> None:
+    """No worker that serves must look like one that does not."""
+    limit, said = c.rollout.request_timeout_s, c.rollout.report_s
+    if c.report_s > limit / 2:
+        slow = f", emulation.slowdown={c.report_s / said:g}" if c.report_s != said else ""
+        most = f"must be at most {limit / 2 * said / c.report_s:g}, half of what a request may be silent"
+        raise ValueError(f"rollout.report_s={said:g}: {most} (rollout.request_timeout_s={limit:g}{slow})")
 
 
 def unresolved(config: Config) -> Config:

@@ -75,6 +75,11 @@ def test_a_bad_setting_is_refused_by_name(setting, words):
         (["model.num_kv_heads=3"], ["model.num_kv_heads=3", "model.num_heads=4", "1, 2, 4"]),
         (["model.head_dim=7"], ["model.head_dim=7", "even", "8"]),
         (["model.max_position=100", "engine.max_model_len=101"], ["engine.max_model_len=101", "model.max_position=100"]),
+        (["rollout.report_s=60.5"], ["rollout.report_s=60.5", "at most 60", "rollout.request_timeout_s=120"]),
+        (
+            ["rollout.report_s=1", "emulation.slowdown=100", "device=emulated:qwen3-8b-h800"],
+            ["rollout.report_s=1", "at most 0.6", "rollout.request_timeout_s=120", "emulation.slowdown=100"],
+        ),
         (["rollout.max_tokens=512"], ["rollout.max_tokens=512", "model.max_position=512"]),
         (["rollout.max_tokens=64", "engine.max_model_len=64"], ["rollout.max_tokens=64", "engine.max_model_len=64"]),
     ],

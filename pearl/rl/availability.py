@@ -119,9 +119,8 @@ class Player:
         return f"the player of elastic.trace ended with exit code {self._process.returncode}; see {self._log}"
 
     def close(self) -> None:
-        """Its workers die with it."""
-        self._process.kill()
-        self._process.wait()
+        """Its workers die with it. Waits `process.KILLED_S` at most."""
+        process.put_down(self._process)
 
 
 def main(argv: list[str]) -> None:

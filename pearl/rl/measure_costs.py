@@ -43,6 +43,8 @@ from pearl.sched.cost_profile import (
 )
 from pearl.sched.fit import total_fit
 
+BLOCK_SIZE = 16
+
 
 def _params(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -67,6 +69,11 @@ class Grid:
     @property
     def longest(self) -> int:
         return max(high for _, high in self.first) + self.appended + 2 * self.generated + 2
+
+    @property
+    def blocks(self) -> int:
+        """Of BLOCK_SIZE tokens, so that all sessions of the largest batch fit an engine's pool."""
+        return max(self.batches) * -(-self.longest // BLOCK_SIZE)
 
     @property
     def contexts(self) -> tuple[int, int]:
@@ -285,16 +292,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--processor-time", action="store_true", help="not the wall's: for a CPU that others use too")
     parser.add_argument("--side-by-side", type=int, default=1, help="engines that take turns meanwhile, as on a shared CPU")
-    parser.add_argument("--blocks", type=int, default=2048, help="of the KV pool, of 16 tokens")
+    parser.add_argument("--blocks", type=int, default=2048, help=f"of the KV pool, of {BLOCK_SIZE} tokens")
     options = parser.parse_args(arguments)
     grid = Grid()
     try:
+        _at_least("--side-by-side", options.side_by_side, 1, "the engine that is measured")
+        _at_least("--blocks", options.blocks, grid.blocks, f"{max(grid.batches)} requests of {grid.longest} tokens")
         model = from_folder(options.model) if options.model else fresh_model(ModelOptions())
         config = EngineConfig(
             model=model,
             dtype=options.dtype,
             kernels=options.kernels,
             load_format="dummy",
+            block_size=BLOCK_SIZE,
             num_blocks=options.blocks,
             max_num_seqs=max(grid.batches),
             max_batch_tokens=max(4096, grid.longest),
@@ -317,6 +327,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for kind in CHANGES:
         print(f"  {kind:<12} {getattr(profile, kind).fixed_s * 1e3:.3f} ms")
     return 0
+
+
+def _at_least(name: str, value: int, least: int, what: str) -> None:
+    if value < least:
+        raise ValueError(f"{name}={value}: must be >= {least}, for {what}")
 
 
 def _formula(base: float, *terms: tuple[str, float]) -> str:

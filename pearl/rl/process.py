@@ -21,6 +21,8 @@ from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+KILLED_S = 10.0
+"""A child that is still there so long after SIGKILL hangs in the kernel, and is left to it."""
 
 
 def die_with_parent(signum: int = signal.SIGKILL, parent: int | None = None) -> None:
@@ -63,12 +65,19 @@ def start(arguments: list[str], log: Path, pass_fds: tuple[int, ...] = ()) -> su
 
 
 def stop(child: subprocess.Popen, timeout_s: float) -> None:
-    """Waits for a child that was told to end; SIGKILL after `timeout_s`."""
+    """Waits for a child that was told to end; SIGKILL after `timeout_s`, and KILLED_S more at most."""
     try:
         child.wait(timeout_s)
     except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
+        put_down(child)
+
+
+def put_down(child: subprocess.Popen) -> bool:
+    """SIGKILL; False, if it has not ended KILLED_S later."""
+    child.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(KILLED_S)
+    return child.returncode is not None
 
 
 def is_readable(fd: int, timeout_s: float) -> bool:

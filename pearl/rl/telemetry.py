@@ -2,10 +2,9 @@
 
 Owns the sums between two steps, and how they become a `StepTelemetry`. It decides nothing. Torch-free.
 
-Steps are gathered by their size (powers of two), by the members already (`token_report.py`). The first token of a request ends
-its prompt, every other one is a decode: so a step is one of decodes alone, of prompts alone, or both; of the last kind, what
-exceeds a decode step of its size is put down to the prompts. A hand-over lasts from its offer to the first token after it, less
-the step that made that token.
+Steps are gathered by their size, by the members already (`token_report.py`); `sched/step_samples.py` says what they cost. A
+hand-over lasts from its offer to the first token after it, less the step that made that token. Invariant: no member fills
+the memory with offers that nobody goes on with: beyond MOST_OFFERS the oldest is forgotten.
 """
 
 from __future__ import annotations
@@ -16,33 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from pearl.protocol import HandedOff, KVTransfer, StepSums, Tokens
+from pearl.protocol import HandedOff, KVTransfer, Tokens
 from pearl.rl.types import Group, Trajectory
-from pearl.sched.profile import DecodeSample, PrefillSample, StepTelemetry, TransferSample
+from pearl.sched.profile import StepTelemetry, TransferSample
+from pearl.sched.step_samples import StepSamples
 from pearl.sched.workload import QUANTILES
 
 LONGEST_MOVE_S = 60.0
 """An offer that nobody went on with for so long is forgotten."""
 
-
-@dataclass(slots=True, kw_only=True)
-class _Steps:
-    """Sums over steps of about one size: `size` sequences or new prompt tokens, `decodes` beside them, of `prompts` prompts."""
-
-    count: int = 0
-    size: float = 0.0
-    context: float = 0.0
-    decodes: float = 0.0
-    prompts: float = 0.0
-    seconds: float = 0.0
-
-    def add(self, more: StepSums) -> None:
-        self.count += more.count
-        self.size += more.size
-        self.context += more.context
-        self.decodes += more.decodes
-        self.prompts += more.prompts
-        self.seconds += more.seconds
+MOST_OFFERS = 16_384
+"""Open at a time: far more than requests are under way at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +43,7 @@ class TelemetryMeter:
     """
 
     def __init__(self) -> None:
-        self._decode: dict[int, _Steps] = {}
-        self._prefill: dict[tuple[int, bool], _Steps] = {}
+        self._steps = StepSamples()
         self._moves: list[tuple[int | None, float]] = []
         self._offers: dict[str, _Offer] = {}
         self._env_s = 0.0
@@ -73,17 +55,15 @@ class TelemetryMeter:
         if self._offers:
             self._end_moves(event, now)
         for sums in event.steps:
-            if sums.count > 0 and sums.size > 0 and (sums.prompts > 0 or not sums.prefill):
-                bits = (sums.size // sums.count).bit_length()
-                if sums.prefill:
-                    self._prefill.setdefault((bits, sums.decodes > 0), _Steps()).add(sums)
-                else:
-                    self._decode.setdefault(bits, _Steps()).add(sums)
+            self._steps.add(sums)
 
     def handed_off(self, event: HandedOff, now: float) -> None:
         """A member offers requests."""
         for transfer in event.transfers:
+            self._offers.pop(transfer.request_id, None)
             self._offers[transfer.request_id] = _Offer(rank=event.rank, at=now, tokens=_whole(transfer))
+        while len(self._offers) > MOST_OFFERS:
+            del self._offers[next(iter(self._offers))]
 
     def playing(self, trajectories: int, now: float) -> None:
         """So many are under way, and were since the last call."""
@@ -110,7 +90,7 @@ class TelemetryMeter:
         environment adds are computed where their session's KV is, if that is a decode worker.
         """
         played = [one for group in batch for one in group.trajectories if one.turns]
-        decode, prefill = self._samples()
+        decode, prefill = self._steps.take()
         spent, self._env_s = env_s - self._env_s, env_s
         flight = self._flight / self._flight_s if self._flight_s else None
         moves = self._begin_again(now)
@@ -154,48 +134,9 @@ class TelemetryMeter:
     def _begin_again(self, now: float) -> list[tuple[int | None, float]]:
         """Empties the sums; the hand-overs that there were."""
         moves, self._moves = self._moves, []
-        self._decode, self._prefill = {}, {}
         self._flight = self._flight_s = 0.0
         self._offers = {name: offer for name, offer in self._offers.items() if now - offer.at < LONGEST_MOVE_S}
         return moves
-
-    def _samples(self) -> tuple[tuple[DecodeSample, ...], tuple[PrefillSample, ...]]:
-        decode = tuple(
-            DecodeSample(batch=one.size / one.count, context=one.context / one.count, seconds=_each(one), count=one.count)
-            for one in self._decode.values()
-            if one.seconds > 0
-        )
-        prefill = tuple(
-            PrefillSample(
-                new=one.size / one.prompts,
-                prefix=max(0.0, one.context / one.count - one.size / one.prompts),
-                seconds=_beyond_decodes(one, decode) * one.count / one.prompts,
-                count=one.prompts,
-                beside=one.decodes / one.count,
-            )
-            for one in self._prefill.values()
-            if one.seconds > 0
-        )
-        return decode, prefill
-
-
-def _each(steps: _Steps) -> float:
-    return steps.seconds / steps.count
-
-
-def _beyond_decodes(steps: _Steps, samples: Sequence[DecodeSample]) -> float:
-    return max(_each(steps) - _decode_s(samples, steps.decodes / steps.count), 0.1 * _each(steps))
-
-
-def _decode_s(samples: Sequence[DecodeSample], batch: float) -> float:
-    """How long a decode step of so many sequences takes; 0 for none, or if nobody knows."""
-    if not batch or not samples:
-        return 0.0
-    sizes, seconds = [one.batch for one in samples], [one.seconds for one in samples]
-    if len(samples) == 1:
-        return seconds[0]
-    slope, start = np.polyfit(sizes, seconds, 1, w=np.sqrt([one.count for one in samples]))
-    return max(0.0, float(start) + max(0.0, float(slope)) * batch)
 
 
 def _whole(transfer: KVTransfer) -> int | None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pearl.protocol import FinishReason, StepSums, TokenUpdate
+from pearl.sched.step_samples import told
 
 EARLY_SHARE = 0.5
 """A message that is due for one request takes all others along once this share of the time between two has passed."""
@@ -60,12 +61,10 @@ class TokenReport:
     def add_step(self, *, computed: int, batch: int, prompts: int, context: float, seconds: float) -> None:
         """A step computed so many tokens and gave `batch` requests one, `prompts` of them their first; `context`: tokens of a
         running one, on average."""
-        decodes = batch - prompts
-        new = computed - decodes
-        prefill = new > 0
-        if prompts and not prefill:
+        step = told(computed=computed, batch=batch, prompts=prompts)
+        if step is None:
             return
-        size = new if prefill else batch
+        prefill, size, decodes = step
         row = self._sums.setdefault((prefill, decodes > 0, size.bit_length()), [0, 0, 0.0, 0, 0, 0.0])
         for place, value in enumerate((1, size, context, decodes, max(1, prompts), seconds)):
             row[place] += value

@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from pearl.protocol import Role
 from pearl.sched.commands import (
     Admit,
     ClusterCommand,
@@ -48,6 +47,7 @@ from pearl.sched.predictor import Prediction, residual
 from pearl.sched.profile import RuntimeProfile
 from pearl.sched.proposal import Adviser, Proposal, Situation
 from pearl.sched.router import Router
+from pearl.sched.routing import Routing
 from pearl.sched.settings import SchedulerSettings
 from pearl.sched.state import ClusterState, Worker
 
@@ -75,7 +75,7 @@ class ClusterScheduler:
         """Why to consider again when the transition under way is over."""
         self._tries: dict[str, int] = {}
         self._failed_at: dict[str, float] = {}
-        self._capacity: dict[WorkerRole, float] = {}
+        self._routing = Routing(self.router)
         self._adviser = Adviser(settings, profile, self.batch)
 
     def on_event(self, event: ClusterEvent, now: float) -> list[ClusterCommand]:
@@ -100,7 +100,8 @@ class ClusterScheduler:
         match event:
             case WorkerJoined(worker=name):
                 if self.state.workers[name].serves:
-                    self._route(self.state.workers[name])
+                    self._routing.serves(self.state.workers[name])
+                    self._foresee()
                 return self._later("worker joined", now)
             case OrderDone():
                 assert before is not None
@@ -123,6 +124,13 @@ class ClusterScheduler:
         if not self._adviser.holds(self.settings):
             self._adviser = Adviser(self.settings, self.profile, self.batch)
         return self._adviser
+
+    def _foresee(self) -> None:
+        """Until the next decision: what decode workers append themselves in the split pool that is there."""
+        shape = self.state.shape()
+        if shape.prefill and shape.decode:
+            prediction = self.adviser().predictor.predict(shape)
+            self.router.append_on_decode_tokens = self.adviser().longest_append(prediction)
 
     def situation(self, now: float) -> Situation:
         """What a proposal is made for. Workers that failed an order lately, or are to go, are left out."""
@@ -199,7 +207,7 @@ class ClusterScheduler:
         if plan.roles_changed:
             self._gate.changed(target.shape, now)
         self.log.begin(decision, set(plan.roles))
-        self._spread(target.prediction)
+        self._routing.spread(target.prediction, [one for one in self.state.serving() if one.was_active])
         orders = [self._order(name, role, True, decision.number, now) for name, role in plan.roles.items()]
         return self._commands(orders, decision.number)
 
@@ -284,7 +292,7 @@ class ClusterScheduler:
             self.profile.observe_change(kind, event.seconds, max(1, changed))
         worker = self.state.workers.get(name)
         if worker is not None and worker.serves:
-            self._route(worker)
+            self._routing.serves(worker)
             commands += self._even_out() if event.ok and not before.was_active else []
         else:
             commands += self._requeue(name)
@@ -370,25 +378,6 @@ class ClusterScheduler:
         wanted = self.state.training == "wanted" or self._due - now <= self._lead_s()
         commands = self._give_back("the trainer is due", now) if wanted else []
         return commands + self._later("the trainer is due", now) if commands else []
-
-    def _route(self, worker: Worker) -> None:
-        """The router gets to know a worker that serves, or its new role."""
-        role, capacity = Role(str(worker.role)), self._capacity.get(worker.role, 1.0)
-        if worker.name in self.router.loads:
-            self.router.set_role(worker.name, role, capacity)
-        else:
-            self.router.add_worker(worker.name, role, capacity)
-
-    def _spread(self, prediction: Prediction) -> None:
-        """In a hybrid: how many trajectories a decode worker is to have for each of a mixed one's."""
-        shape, share = prediction.shape, prediction.split_share
-        if shape.mode == "hybrid" and 0 < share < 1:
-            self._capacity = {WorkerRole.DECODE: share / shape.decode, WorkerRole.MIXED: (1 - share) / shape.mixed}
-        else:
-            self._capacity = {}
-        for worker in self.state.serving():
-            if worker.was_active:  # it may keep its role
-                self._route(worker)
 
     def _learn(self, event: StepMeasured) -> None:
         predicted = self.prediction if self.profile.measured else None  # what was predicted from guesses tells nothing

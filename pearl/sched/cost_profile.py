@@ -119,7 +119,7 @@ CHANGES = ("switch", "borrow", "give_back", "prepare", "finalise")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostProfile:
     """One kind of worker. `kv_capacity_tokens`: what its pool holds. `step_overhead_s`: host time added to every step.
-    `transfer_base_s` and the bytes are waited for while both ends go on, unless `hand_over` says otherwise.
+    `transfer_base_s` and the bytes are waited for while both ends go on; the bytes are not where `hand_over` says otherwise.
 
     `mixing` says what a prefill costs those who decode on the same worker: 1 all of its time (serial), 0 nothing. `eager` is
     how many times longer the decodes of a step take that computes prompts too: steps of decodes alone are captured graphs,
@@ -167,13 +167,21 @@ class CostProfile:
         """`new` tokens computed on `prefix` cached ones; 0 for none."""
         return np.where(np.asarray(new) > 0, self.prefill.seconds(new, prefix) + self.step_overhead_s, 0.0)
 
+    def prefill_beside_s(self, new: Any, prefix: Any) -> Any:
+        """The same in a step that decodes as well: its host time is paid already."""
+        return np.where(np.asarray(new) > 0, self.prefill.seconds(new, prefix), 0.0)
+
     def transfer_s(self, tokens: Any) -> Any:
         """KV of so many tokens on its way, by itself."""
-        return self.transfer_base_s + tokens * self.kv_bytes_per_token / self.transfer_bytes_per_s
+        return self.transfer_base_s + self.moving_s(tokens)
+
+    def moving_s(self, tokens: Any) -> Any:
+        """Their bytes alone."""
+        return tokens * self.kv_bytes_per_token / self.transfer_bytes_per_s
 
     def taking_s(self, tokens: Any) -> Any:
         """What a hand-over of so many tokens of KV costs its target's host."""
-        return self.hand_over.take_s + (self.transfer_s(tokens) if self.hand_over.copies else 0.0)
+        return self.hand_over.take_s + (self.moving_s(tokens) if self.hand_over.copies else 0.0)
 
     def with_change(self, kind: str, cost: ChangeCost) -> CostProfile:
         """A copy in which `kind`, one of CHANGES, costs `cost`."""

@@ -135,12 +135,14 @@ def return_lead_s(expected_s: float, cautious_s: float, s: BorrowSettings) -> fl
 def append_limit(prediction: Prediction, workload: Workload, costs: CostProfile) -> int:
     """The longest append, in tokens, that takes less from all sequences together on the decode worker that holds its KV.
 
-    There it holds up everybody who decodes, and makes a captured step one that is launched kernel by kernel. On a prefill
+    There it holds up everybody who decodes, whose step's host time is paid anyway, and makes a captured step one that is
+    launched kernel by kernel. On a prefill
     worker what was generated since the last prompt is computed again too, behind others' prompts, and the KV goes its way.
     """
     new, context, others = np.arange(64, MOST_APPENDED + 1, MOST_APPENDED // 64), workload.context, prediction.decode_batch
     launched = (costs.eager - 1) * costs.decode.seconds(max(1.0, others), context)
-    here = costs.prefill_s(new, context) + others * (costs.mixing * costs.prefill_s(new, context) + launched)
+    beside = costs.prefill_beside_s(new, context)
+    here = beside + max(0.0, 1 - others) * costs.step_overhead_s + others * (costs.mixing * beside + launched)
     queued = 1 / (1 - min(0.9, prediction.prefill_busy))
     computed = costs.prefill_s(new + workload.generated, context) + costs.hand_over.give_s
     sent = costs.transfer_s(new) + costs.hand_over.take_s

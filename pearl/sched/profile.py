@@ -34,6 +34,9 @@ MEANS = {
 }
 """Fields of Workload that are learned, and what is believed of them."""
 
+LEAST_MOVING = 0.1
+"""Share of what a hand-over was measured to take that is its way at least, however long taking it in is said to take."""
+
 LONGEST_STEP_S, MOST_SEQUENCES, MOST_TOKENS, MOST_EAGER = 600.0, 1e5, 1e8, 20.0
 
 
@@ -62,7 +65,9 @@ class PrefillSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSample:
-    """`count` requests that went on elsewhere, `tokens` of KV moving with each, lost `seconds` by it."""
+    """`count` requests that went on elsewhere, `tokens` of KV moving with each, lost `seconds` by it: until their next token,
+    less its step. What the target's host spends on taking them in (`HandOverCost.take_s`) is part of it.
+    """
 
     tokens: float
     seconds: float
@@ -184,26 +189,29 @@ class RuntimeProfile:
         return replace(self._workload, batch=batch or self._workload.batch, turn_quantiles=marks, calibration=factor, **learned)
 
     def costs(self) -> CostProfile:
-        """The present estimate. Steps include host time; `max_batch` and `max_context` grow with what was seen."""
+        """The present estimate. Of what was measured of steps, the profile's part is host time, as much slower or faster as
+        both kinds are; `max_batch` and `max_context` grow with what was seen.
+        """
         base, per_seq, per_context, experts = (float(value) for value in self._decode.coefficients)
+        start, _, per_token, per_pair = (float(value) for value in self._prefill.coefficients)
+        host_s = min(self._costs.step_overhead_s * min(self._decode.scale, self._prefill.scale), base, start)
         decode = DecodeCost(
-            base_s=base,
+            base_s=base - host_s,
             per_seq_s=per_seq,
             per_context_s=per_context,
             experts_s=experts,
             expert_keep=self._costs.decode.expert_keep,
         )
-        start, _, per_token, per_pair = (float(value) for value in self._prefill.coefficients)
-        prefill = PrefillCost(base_s=start, per_token_s=max(per_token, 1e-12), per_pair_s=per_pair)
+        prefill = PrefillCost(base_s=start - host_s, per_token_s=max(per_token, 1e-12), per_pair_s=per_pair)
         wait_s, token_s = (float(value) for value in self._transfer.coefficients)
-        learned: dict[str, Any] = {kind: self._change(kind) for kind in CHANGES} | self._beside_costs(decode)
+        learned: dict[str, Any] = {kind: self._change(kind) for kind in CHANGES} | self._beside_costs(decode, host_s)
         return replace(
             self._costs,
             decode=decode,
             prefill=prefill,
             transfer_bytes_per_s=self._costs.kv_bytes_per_token / max(token_s, 1e-12),
             transfer_base_s=wait_s,
-            step_overhead_s=0.0,
+            step_overhead_s=host_s,
             max_batch=self._seen_batch,
             max_context=self._seen_context,
             **learned,
@@ -215,15 +223,16 @@ class RuntimeProfile:
         learned = {name: fit.weight / (fit.weight + fit.prior) for name, fit in fits.items()}
         return {name: mean.confidence for name, mean in self.means.items()} | learned
 
-    def _beside_costs(self, decode: DecodeCost) -> dict[str, float]:
-        """What a turn's prompt costs those who decode beside it: the share of what it costs alone, or, if it is more than that,
-        so many times longer decodes as explain the rest. Nothing, where nobody has seen such steps."""
+    def _beside_costs(self, decode: DecodeCost, host_s: float) -> dict[str, float]:
+        """What a turn's prompt costs those who decode beside it: the share of what it costs alone without host time, or, if it
+        is more than that, so many times longer decodes as explain the rest. Nothing, where nobody has seen such steps."""
         if not self._beside.weight:
             return {}
         learned = {name: mean.value for name, mean in self.means.items()}
         new, context = learned["appended"] + learned["first_prompt"] / learned["turns"], learned["context"]
         rows = [_prefill_row(max(1.0, new), context, beside=side) for side in (False, True)]
-        alone_s, beside_s = (max(1e-9, float(np.dot(row, self._prefill.coefficients))) for row in rows)
+        alone_s, beside_s = (float(np.dot(row, self._prefill.coefficients)) for row in rows)
+        alone_s = max(1e-9, alone_s - host_s)
         longer_s, step_s = max(0.0, beside_s - alone_s), max(1e-9, float(decode.seconds(max(1.0, self._beside.value), context)))
         return {"mixing": min(1.0, beside_s / alone_s), "eager": 1.0 + min(longer_s / step_s, MOST_EAGER)}
 
@@ -273,8 +282,9 @@ class RuntimeProfile:
         good = [one for one in samples if _sound(one.seconds, one.count, one.tokens, MOST_TOKENS, 0.0) and one.tokens >= 1]
         self.rejected["transfer"] += len(samples) - len(good)
         if good:
-            seconds, counts = [one.seconds for one in good], [one.count for one in good]
-            self._transfer.observe([(1.0, one.tokens) for one in good], seconds, counts)
+            taking = self._costs.hand_over.take_s  # is priced apart
+            seconds = [max(one.seconds - taking, LEAST_MOVING * one.seconds) for one in good]
+            self._transfer.observe([(1.0, one.tokens) for one in good], seconds, [one.count for one in good])
 
     def _decode_row(self, batch: float, context: float) -> list[float]:
         keep = self._costs.decode.expert_keep
@@ -292,9 +302,8 @@ def _decode_coefficients(costs: CostProfile) -> list[float]:
 
 
 def _prefill_coefficients(costs: CostProfile) -> list[float]:
-    base_s = costs.prefill.base_s + costs.prefill.per_prompt_s
-    start = base_s + costs.step_overhead_s
-    return [start, start, costs.prefill.per_token_s, costs.prefill.per_pair_s]
+    start = costs.prefill.base_s + costs.prefill.per_prompt_s
+    return [start + costs.step_overhead_s, start, costs.prefill.per_token_s, costs.prefill.per_pair_s]
 
 
 def _sound(seconds: float, count: float, size: float, most: float, context: float) -> bool:

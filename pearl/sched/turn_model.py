@@ -16,9 +16,11 @@ the closed form). The d that is right is the one of which the n trajectories spe
 bracketing for all pools together.
 
 Memory: a decoder runs at most H / context sequences; what else is under way waits (`queue`). Prefixes of trajectories that are
-with their environment stay cached while there is room; what is lost (`lost_prefixes`) is computed again (where prompts are
-computed) and sent whole (where KV is sent). What was generated on a decoder is computed again by the prefiller that gets the
-next turn, since only the decoder has its KV.
+with their environment stay cached while there is room; what is lost (`lost_prefixes`) is computed again where the prompt is
+computed, by a decoder if that is its own append, and sent whole where KV is sent. What was generated on a decoder is computed
+again by the prefiller that gets the next turn, since only the decoder has its KV.
+
+Host time of a step is paid once: a prompt beside decodes adds none to theirs, one that nobody decodes beside pays its own.
 """
 
 from __future__ import annotations
@@ -88,15 +90,15 @@ class TurnModel:
         new = w.first_prompt / w.turns + w.appended
         self._mixed_new = new
         self._remote_new = new + w.generated
-        self._whole_s = float(costs.prefill_s(w.context, 0.0))
-        local = w.local_appended or new
-        self._mixed_s = float(costs.prefill_s(new, w.context))
-        self._remote_s = (1 - w.local_share) * float(costs.prefill_s(self._remote_new, w.context))
-        self._local_s = w.local_share * float(costs.prefill_s(local, w.context))
-        self._sent = (1 - w.local_share) * new
+        self._whole_s = float(costs.prefill.seconds(w.context, 0.0) - costs.prefill.seconds(0.0, 0.0))
+        """What a lost prefix adds to its prompt, whose start is paid anyway."""
+        local, handed = w.local_appended or new, 1 - w.local_share
+        self._mixed_s = float(costs.prefill_beside_s(new, w.context))
+        self._remote_s = handed * float(costs.prefill_s(self._remote_new, w.context))
+        self._local_s = w.local_share * float(costs.prefill_beside_s(local, w.context))
         self._outside = w.env_s + w.overhead_s
-        self._byte_s = costs.kv_bytes_per_token / costs.transfer_bytes_per_s
-        self._sent_s = self._sent * self._byte_s + (1 - w.local_share) * costs.transfer_base_s
+        self._base_s = handed * costs.transfer_base_s
+        self._moved_s, self._moved_whole_s = (handed * float(costs.moving_s(tokens)) for tokens in (new, w.context))
         self._add_hand_over(costs.hand_over)
 
     def _add_hand_over(self, cost: HandOverCost) -> None:
@@ -104,8 +106,6 @@ class TurnModel:
         handed = 1 - self.workload.local_share
         self._remote_s += handed * cost.give_s
         self._local_s += handed * cost.take_s
-        if cost.copies:
-            self._local_s, self._sent_s = self._local_s + self._sent_s, 0.0
 
     def solve(self, decoders: Array, prefillers: Array, trajectories: Array) -> Turn:
         """Pools whose number of trajectories is known. `prefillers` 0 means that all its workers are mixed."""
@@ -192,7 +192,7 @@ class TurnModel:
         crowded = pools.crowded + pools.launched * self.costs.decode.seconds(d, w.context)
         decode = d * crowded + steps
         rate = d / decode
-        wait = pools.local / (1 - np.minimum(0.999, rate * crowded))
+        wait = (pools.local + pools.host * pools.alone(d)) / (1 - np.minimum(0.999, rate * crowded))
         busy = rate * pools.busy_per_rate
         free = np.maximum(0.0, 1 - pools.others_remote * busy)
         scaled = (self._outside + wait + pools.transfer + decode) * free + pools.remote
@@ -254,18 +254,27 @@ class _Pools:
         self.mixed = 1.0 - self.split
         some = np.maximum(prefillers, 1.0)
         self.held, self.held_remote = here / decoders, here / some
-        lost, lost_remote = (lost_prefixes(held / room, w.barrier) for held in (self.held, self.held_remote))
-        self.miss = w.miss_share + (1 - w.miss_share) * (self.mixed * lost + self.split * lost_remote)
-        self.local = self.split * model._local_s + self.mixed * (model._mixed_s + self.miss * model._whole_s)
+        gone, gone_remote = (
+            w.miss_share + (1 - w.miss_share) * lost_prefixes(held / room, w.barrier) for held in (self.held, self.held_remote)
+        )
+        prompts = self.mixed + self.split * w.local_share  # of a turn, where it is decoded
+        self.miss = prompts * gone + (1 - prompts) * gone_remote
+        moved = self.split * (model._moved_s + model._moved_whole_s * gone)
+        self.local = self.split * model._local_s + self.mixed * model._mixed_s + prompts * gone * model._whole_s
+        self.local = self.local + moved * c.hand_over.copies
+        self.host = prompts * c.step_overhead_s
         others = c.mixing * np.maximum(0.0, 1 - 1 / self.held)
         self.crowded = self.local * others
-        prompts = self.mixed + self.split * w.local_share
         self.launched = prompts * others * (c.eager - 1)
         """Decode steps' time that each turn's prompt adds to a step of those who decode beside it."""
-        self.remote = self.split * (model._remote_s + (1 - w.local_share) * model._whole_s * self.miss)
+        self.remote = self.split * model._remote_s + (1 - prompts) * model._whole_s * gone_remote
         self.busy_per_rate = decoders * self.remote / some
         self.others_remote = np.maximum(0.0, 1 - 1 / self.held_remote)
-        self.transfer = self.split * (model._sent_s + w.context * model._byte_s * lost)
+        self.transfer = self.split * model._base_s + moved * (not c.hand_over.copies)
+
+    def alone(self, d: Array) -> Array:
+        """The chance that none of a worker's other trajectories decodes, if `d` of all do."""
+        return np.maximum(0.0, 1 - d / self.held) ** np.maximum(0.0, self.held - 1)
 
 
 def _floats(*values: Array) -> list[Array]:

@@ -6,6 +6,8 @@ import errno
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 
 from bench.elastic_job import ElasticJob
 from pearl.config import ElasticOptions
+from pearl.rl import process
 from pearl.rl.availability import Availability, Nodes, Player
 from pearl.sched.sim.availability import NodeChange
 
@@ -76,6 +79,22 @@ def test_the_end_of_the_player_is_said_once(tmp_path: Path) -> None:
     assert "ended with exit code 1" in said[0] and "availability.log" in said[0]
     assert player.over and not player.ended()
     player.close()
+
+
+def test_a_player_that_no_signal_ends_is_waited_for_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one would be that hangs in the kernel; a process that ends is waited for."""
+    monkeypatch.setattr(process, "KILLED_S", 0.05)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    end = child.kill
+    monkeypatch.setattr(child, "kill", lambda: None)
+    try:
+        assert not process.put_down(child)
+    finally:
+        end()
+    monkeypatch.undo()
+    assert process.put_down(child) and child.returncode == -signal.SIGKILL
+    assert child.stdin is not None
+    child.stdin.close()
 
 
 def test_a_node_for_which_there_is_no_room_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_the_command_writes_a_profile_and_replaces_its_own(tmp_path: Path, monke
     monkeypatch.setattr(measure_costs, "Grid", lambda: SMALL)
     out = tmp_path / "costs.json"
     for name in ("a", "b", "a"):
-        assert measure_costs.main(["--out", str(out), "--gpu", name, "--blocks", "512"]) == 0
+        assert measure_costs.main(["--out", str(out), "--gpu", name, "--blocks", "176"]) == 0, "the least that is taken"
     assert sorted(profile.key.gpu for profile in read_profiles(out)) == ["a", "b"]
     assert all(profile.key.model == "quickstart" for profile in read_profiles(out))
 
@@ -100,3 +100,19 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(SystemExit) as ended:
         measure_costs.main([str(tmp_path), "--out", str(tmp_path / "costs.json")])
     assert ended.value.code == 2 and "config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "valid"),
+    [("--side-by-side", "0", ">= 1"), ("--side-by-side", "-2", ">= 1"), ("--blocks", "175", ">= 176")],
+)
+def test_too_few_engines_or_blocks_are_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: str, value: str, valid: str
+) -> None:
+    """Sixteen requests of up to 170 tokens need eleven blocks of 16 tokens each."""
+    monkeypatch.setattr(measure_costs, "Grid", lambda: SMALL)
+    with pytest.raises(SystemExit) as ended:
+        measure_costs.main(["--out", str(tmp_path / "costs.json"), option, value])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and f"{option}={value}: must be {valid}" in said and "Traceback" not in said
+    assert not (tmp_path / "costs.json").exists()

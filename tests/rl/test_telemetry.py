@@ -9,6 +9,7 @@ import pytest
 
 from pearl.kv_transfer import RequestState
 from pearl.protocol import HandedOff, KVEndpoint, KVLayout, KVTransfer, SamplingParams, Tokens
+from pearl.rl import telemetry
 from pearl.rl.telemetry import TelemetryMeter
 from pearl.rl.token_report import TokenReport
 from pearl.rl.types import Group, Trajectory, Turn
@@ -129,6 +130,21 @@ def test_a_hand_over_lasts_from_its_offer_to_the_next_token_without_the_step_tha
     assert (turn.tokens, turn.count) == (6 + 10 / 2, 1) and turn.seconds == pytest.approx(0.04), "what a turn adds"
     assert (whole.tokens, whole.count) == (600, 1) and whole.seconds == pytest.approx(0.20)
     assert learn(meter, batch).transfer == ()
+
+
+def test_offers_that_nobody_goes_on_with_take_no_more_room_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that offers what nobody knows: the oldest offers are forgotten, and the true one that came last is measured."""
+    monkeypatch.setattr(telemetry, "MOST_OFFERS", 3)
+    meter = TelemetryMeter()
+    meter.handed_off(HandedOff(rank=1, transfers=[offer("early", 500, 501)]), 0.9)
+    for number in range(20):
+        meter.handed_off(HandedOff(rank=1, transfers=[offer(f"unknown{number}", 500, 501)]), 1.0)
+    meter.handed_off(HandedOff(rank=1, transfers=[offer("true", 500, 601)]), 1.0)
+    assert len(meter._offers) == 3
+    for name in ("early", "true"):
+        meter.stepped(Member(2).step([name], 1, 0.01), 1.25)
+    [moved] = learn(meter, [group(trajectory(10, [(4, 6), (4, 0)]))], trajectories=1).transfer
+    assert (moved.tokens, moved.count) == (600, 1) and moved.seconds == pytest.approx(0.24)
 
 
 def test_trajectories_under_way_are_averaged_over_time() -> None:

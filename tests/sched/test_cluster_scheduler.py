@@ -58,6 +58,23 @@ def test_roles_are_split_when_that_pays_and_each_step_of_it_is_logged() -> None:
     assert driver.scheduler.profile.change_s("switch", 1) == pytest.approx(1.0), "what it took is learned"
 
 
+def test_the_first_request_of_a_split_pool_finds_how_much_a_decode_worker_appends() -> None:
+    """Before any decision: sixty-four trajectories crowd one decode worker so much that it appends nothing itself, and leave
+    sixty-four of them so idle that each appends all that is allowed. A number holds whatever is there."""
+    limits = {}
+    for append, decoders in (("auto", 1), ("auto", 64), ("512", 1)):
+        driver = Driver(SchedulerSettings(pd=PdSettings(append_on_decode=append)), load=replace(busy_load(), env_s=60.0))
+        driver.start(1, role=WorkerRole.PREFILL)
+        driver.scheduler.router.set_role("d0", Role.PREFILL)
+        for number in range(1, decoders + 1):
+            driver.send(joined(f"d{number}", number, role=WorkerRole.DECODE))
+        assert driver.scheduler.prediction is None and driver.scheduler.router.place("a", 100) == "d0"
+        limits[append, decoders] = driver.scheduler.router.append_on_decode_tokens
+        driver.send(NOTHING)
+        assert append == "auto" or driver.scheduler.router.append_on_decode_tokens == 512
+    assert limits == {("auto", 1): 0, ("auto", 64): 4096, ("512", 1): 512}
+
+
 def test_with_default_thresholds_a_small_gain_changes_nothing() -> None:
     driver = Driver()
     driver.start(8)
@@ -163,7 +180,7 @@ def test_fixed_numbers_of_borrowed_workers(workers: str, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("workers", "per_worker_s", "count"),
-    [("auto", 10.0, 4), ("all_or_none", 10.0, 8), ("auto", 20.0, 3), ("all_or_none", 20.0, 0)],
+    [("auto", 10.0, 4), ("all_or_none", 10.0, 8), ("auto", 16.0, 3), ("all_or_none", 20.0, 0)],
 )
 def test_all_are_borrowed_or_none_where_that_is_wanted(workers: str, per_worker_s: float, count: int) -> None:
     costs = {"borrow": ChangeCost(per_worker_s=per_worker_s), "give_back": ChangeCost()}

@@ -145,7 +145,8 @@ def test_appends_run_on_decode_workers_as_long_as_they_hold_up_few() -> None:
     some = Prediction(shape=SPLIT, makespan_s=1.0, decode_batch=0.5)
     limit = append_limit(some, load, costs)
     launched = (costs.eager - 1) * float(costs.decode.seconds(1, load.context))
-    here = float(costs.prefill_s(limit, load.context)) * 1.5 + 0.5 * launched
+    beside = float(costs.prefill.seconds(limit, load.context))
+    here = beside + 0.5 * costs.step_overhead_s + 0.5 * (beside + launched)  # alone it pays for its step, beside others not
     assert 0 < limit < 4096 and limit % 64 == 0
     assert here <= float(costs.prefill_s(limit + load.generated, load.context)) + 0.02 + limit * 147_456 / 87e9
     assert append_limit(some, load, replace(costs, eager=9.0)) <= limit

@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sched_cases import COSTS, LOAD
 
-from pearl.sched.cost_profile import ChangeCost, CostKey, DecodeCost, PrefillCost, find_profile, read_profiles, write_profiles
+from pearl.sched.cost_profile import (
+    ChangeCost,
+    CostKey,
+    DecodeCost,
+    HandOverCost,
+    PrefillCost,
+    find_profile,
+    read_profiles,
+    write_profiles,
+)
 from pearl.sched.fit import Average, StepFit
 from pearl.sched.profile import DecodeSample, PrefillSample, RuntimeProfile, StepTelemetry, TransferSample
 from pearl.sched.published import qwen3_8b_h800, qwen3_30b_a3b_h800, software_engineering
@@ -206,6 +215,60 @@ def test_what_a_hand_over_takes_is_learned() -> None:
     costs = profile.costs()
     assert costs.transfer_base_s == pytest.approx(0.04, rel=0.15) and profile.rejected["transfer"] == 3
     assert costs.kv_bytes_per_token / costs.transfer_bytes_per_s == pytest.approx(1e-5, rel=0.15)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_what_the_target_s_host_spends_on_a_hand_over_is_not_counted_again(copies: bool) -> None:
+    """Requests lost 0.04 s and 10 us per token; 0.03 s of these are the target's host taking them in, which has a price."""
+    costs = replace(COSTS, transfer_base_s=1e-2, hand_over=HandOverCost(give_s=0.5, take_s=0.03, copies=copies))
+    profile = RuntimeProfile(costs, LOAD, guessed=True)
+    moves = tuple(TransferSample(tokens=n, seconds=0.04 + 1e-5 * n, count=500) for n in (500.0, 8000.0))
+    for _ in range(3):
+        profile.observe(StepTelemetry(trajectories=64, transfer=moves))
+    learned = profile.costs()
+    assert learned.transfer_base_s == pytest.approx(0.01, rel=0.1) and learned.hand_over.take_s == 0.03
+    lost = float(learned.hand_over.take_s + learned.transfer_s(4000))
+    assert lost == pytest.approx(0.08, rel=0.05), "together they are what was measured"
+    profile.observe(StepTelemetry(trajectories=64, transfer=(TransferSample(tokens=500, seconds=0.02),)))
+    assert profile.rejected["transfer"] == 0 and profile.costs().transfer_base_s > 0
+
+
+def test_host_time_is_told_from_what_steps_compute() -> None:
+    """On a machine twice as slow as the profile says, host time is twice as long; the profile's, until prompts say so too."""
+    costs = replace(COSTS, step_overhead_s=0.02)
+    profile = RuntimeProfile(costs, LOAD)
+    assumed = profile.costs()
+    assert (assumed.step_overhead_s, assumed.decode.base_s, assumed.prefill.base_s) == pytest.approx((0.02, 0.01, 0.01))
+    batches = (2.0, 8.0, 32.0)
+    decode = [DecodeSample(batch=n, context=4000.0, seconds=2 * costs.decode_step_s(n, 4000), count=5000) for n in batches]
+    prompts = [PrefillSample(new=n, prefix=0.0, seconds=2 * float(costs.prefill_s(n, 0.0)), count=5000) for n in (100.0, 900.0)]
+    profile.observe(StepTelemetry(trajectories=64, decode=tuple(decode)))
+    assert profile.costs().step_overhead_s == pytest.approx(0.02)
+    assert float(profile.costs().prefill_s(400, 4000)) == pytest.approx(float(costs.prefill_s(400, 4000)), rel=0.01)
+    for _ in range(9):
+        profile.observe(StepTelemetry(trajectories=64, decode=tuple(decode), prefill=tuple(prompts)))
+    learned = profile.costs()
+    assert learned.step_overhead_s == pytest.approx(0.04, rel=0.02)
+    assert learned.decode_step_s(8.0, 4000) == pytest.approx(2 * costs.decode_step_s(8.0, 4000), rel=0.02)
+    assert float(learned.prefill_s(400, 0)) == pytest.approx(2 * float(costs.prefill_s(400, 0)), rel=0.02)
+
+
+def test_prompts_that_cost_no_host_time_beside_decodes_cost_all_else() -> None:
+    """What is measured is what was assumed: 0.03 s of host, 0.02 s a start and 30 us per token, and beside decodes no host."""
+    load = replace(LOAD, appended=1000.0, first_prompt=0.0)
+    costs = replace(COSTS, step_overhead_s=0.03, prefill=PrefillCost(base_s=0.02, per_token_s=3e-5))
+    profile = RuntimeProfile(costs, load)
+    prompts = tuple(
+        PrefillSample(new=n, prefix=0.0, seconds=0.02 + 3e-5 * n + (0.0 if beside else 0.03), count=200, beside=beside)
+        for n in (100.0, 1000.0, 4000.0)
+        for beside in (0.0, 8.0)
+    )
+    for _ in range(3):
+        profile.observe(StepTelemetry(trajectories=64, prefill=prompts))
+    learned = profile.costs()
+    assert learned.mixing == pytest.approx(1.0, rel=0.02) and learned.eager == pytest.approx(1.0, abs=0.02)
+    assert float(learned.prefill_s(1000, 0)) == pytest.approx(0.08, rel=0.02)
+    assert float(learned.prefill_beside_s(1000, 0)) == pytest.approx(0.05, rel=0.03)
 
 
 def test_the_range_of_what_was_measured_grows() -> None:

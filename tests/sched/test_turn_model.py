@@ -137,6 +137,36 @@ def test_memory_that_is_short_costs() -> None:
     assert float(prefix.miss_share) == pytest.approx(float(lost_prefixes(60 / (0.97 * 25), True))), "the prefiller's, too"
 
 
+def test_what_a_split_pool_lost_is_computed_and_sent_where_its_turns_are() -> None:
+    """Sixty contexts where there is room for 0.97 * 25: a prefiller's, of which there is one, or each of two decoders'."""
+    gone = {"decoders": float(lost_prefixes(30 / (0.97 * 25), True)), "prefiller": float(lost_prefixes(60 / (0.97 * 25), True))}
+    ample = replace(COSTS, kv_capacity_tokens=1e12)
+    for share in (0.0, 0.25, 1.0):
+        load = replace(LOAD, local_share=share, local_appended=50.0)
+        short, roomy = TurnModel(load, COSTS).solve(2, 1, 60), TurnModel(load, ample).solve(2, 1, 60)
+        missed = share * gone["decoders"] + (1 - share) * gone["prefiller"]
+        assert float(short.miss_share) == pytest.approx(missed) and float(roomy.miss_share) < 1e-6
+        whole_s = (1 - share) * gone["decoders"] * 4000 * 1e5 / 1e10
+        assert float(short.transfer - roomy.transfer) == pytest.approx(whole_s, abs=1e-5), "of turns that are sent"
+
+
+def test_a_decoder_that_lost_a_prefix_computes_all_of_it() -> None:
+    """One trajectory that no prefiller helps: half of its turns compute 4,000 tokens on top of the 50 that are new."""
+    load = replace(LOAD, local_share=1.0, local_appended=50.0)
+    there, gone = (float(TurnModel(replace(load, miss_share=share), COSTS).solve(1, 1, 1).turn) for share in (0.0, 0.5))
+    assert gone - there == pytest.approx(0.5 * (4000 * 1e-4 + 1e-9 * 4000 * 2000), rel=0.03)
+
+
+def test_the_host_s_time_is_paid_by_steps_and_not_by_prompts_beside_decodes() -> None:
+    """Nearly all of a trajectory is decoding: of 24 others some always do. A worker then makes as many steps as its sequences
+    have tokens, and host time is paid for these; it is one more where a trajectory is alone, or nobody decodes."""
+    load, host_s = replace(LOAD, env_s=0.0), 0.05
+    costs = replace(COSTS, kv_capacity_tokens=1e12)
+    for pool, steps in (((1, 0, 24), 100), ((1, 0, 1), 101), ((1, 1, 1), 101)):
+        free, paid = (TurnModel(load, replace(costs, step_overhead_s=s)).solve(*pool).turn for s in (0.0, host_s))
+        assert float(paid - free) == pytest.approx(steps * host_s, rel=5e-3), pool
+
+
 @pytest.mark.parametrize("barrier", [True, False])
 def test_a_cache_that_is_a_little_too_small_loses_more_than_does_not_fit(barrier: bool) -> None:
     loads = np.linspace(0.1, 3.0, 30)

@@ -111,13 +111,14 @@ class Dispatcher:
     # ------------------------------------------------------------------------------------------------ what workers say
 
     def stepped(self, worker: SimWorker, output: SchedulerOutput, cost: StepPrice, updates: list[RequestUpdate]) -> None:
-        drawn, episodes = 0, self._episodes
+        drawn, prompts, episodes = 0, 0, self._episodes
         for update in updates:
             episode, count = episodes[update.request_id], len(update.token_ids)
             if count:
+                prompts += episode.prompted
                 episode.draw(count, update.weight_versions[0])
                 drawn += count
-        self._recorder.stepped(cost, output.num_steps, len(output.preempted), drawn)
+        self._recorder.stepped(cost, output.num_steps, len(output.preempted), drawn, prompts)
         for update in updates:
             if update.completion is not None:
                 self._completed(episodes[update.request_id], update)
@@ -224,7 +225,7 @@ class Dispatcher:
         costs, faults = self._settings.costs, self._settings.faults
         fails = faults.transfer > 0 and self._chance.random() < faults.transfer
         if costs.hand_over.copies:
-            self._agenda.after(0.0, lambda: self._over(transfer, ok=not fails))
+            self._agenda.after(costs.transfer_base_s, lambda: self._over(transfer, ok=not fails))
             return
         num_bytes = tokens * costs.kv_bytes_per_token
         transfer.flow = flow = self._network.send(

@@ -34,6 +34,8 @@ class Episode:
     requests: int = 0
     request_id: str = ""
     """Of the request under way; empty when it is with its environment."""
+    prompted: bool = False
+    """The request under way has got no token yet."""
     waiting: bool = False
     """Its request has not been placed yet."""
     answered: bool = True
@@ -50,6 +52,7 @@ class Episode:
         """Everything is played again."""
         self.ids = TokenRuns.of(2 * self.plan.group, self.plan.first_prompt)
         self.turn = self.drawn = self.known = 0
+        self.prompted = False
         self.oldest, self.request_id, self.waiting, self.answered, self.salt = -1, "", False, True, None
 
     @property
@@ -84,6 +87,7 @@ class Episode:
     def next_request(self, now: float) -> Request:
         """For what is left of the present turn."""
         self.requests += 1
+        self.prompted = True
         self.request_id = f"{self.name}.{self.requests}"
         return Request(
             request_id=self.request_id,
@@ -101,6 +105,7 @@ class Episode:
         """Takes in tokens of weights of `version`, the oldest of them."""
         self.ids.repeat(self.token, count)
         self.drawn += count
+        self.prompted = False
         if self.oldest < 0:
             self.oldest = version
 

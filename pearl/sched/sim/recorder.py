@@ -6,37 +6,18 @@ computed is counted in one interval and one step.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 import numpy as np
 
-from pearl.protocol import Role
-from pearl.sched.profile import DecodeSample, PrefillSample, StepTelemetry
+from pearl.protocol import Role, StepSums
+from pearl.sched.profile import StepTelemetry
 from pearl.sched.sim.episode import Episode
 from pearl.sched.sim.plans import TrajectoryPlan
 from pearl.sched.sim.pricing import StepPrice
 from pearl.sched.sim.results import IntervalRecord
+from pearl.sched.step_samples import StepSamples, told
 from pearl.sched.workload import QUANTILES
-
-PREFIX_BUCKET, NEW_BUCKETS_PER_OCTAVE = 4096, 2
-
-
-class _Samples:
-    """Steps by what they were like; a sample is the mean of its bucket."""
-
-    def __init__(self) -> None:
-        self.rows: dict[tuple[int, int], list[float]] = {}
-
-    def add(self, key: tuple[int, int], first: float, second: float, seconds: float, count: float) -> None:
-        row = self.rows.setdefault(key, [0.0, 0.0, 0.0, 0.0])
-        for index, value in enumerate((first, second, seconds)):
-            row[index] += value * count
-        row[3] += count
-
-    def means(self) -> list[tuple[float, float, float, float]]:
-        rows = (self.rows[key] for key in sorted(self.rows))
-        return [(first / count, second / count, seconds / count, count) for first, second, seconds, count in rows]
 
 
 class Recorder:
@@ -53,25 +34,23 @@ class Recorder:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._decode, self._prefill = _Samples(), _Samples()
+        self._steps = StepSamples()
         self._turns = self._missed = self._local = self._local_tokens = self._appends = 0
         self._contexts = self._decoding_s = self._flight_s = 0.0
 
     # ------------------------------------------------------------------------------------------------ what happens
 
-    def stepped(self, cost: StepPrice, steps: int, preempted: int, drawn: int) -> None:
-        """A worker finished an output of so many steps, which gave `drawn` tokens."""
+    def stepped(self, cost: StepPrice, steps: int, preempted: int, drawn: int, prompts: int) -> None:
+        """A worker finished an output of so many steps, which gave `drawn` tokens, `prompts` of them a request's first."""
         self.counts["steps"] += steps
         self.counts["outputs"] += 1
         self.counts["preemptions"] += preempted
         self.counts["computed"] += cost.new
         self.counts["generated"] += drawn
         self._decoding_s += cost.batch * cost.seconds
-        if cost.batch and not cost.new:
-            self._decode.add((cost.batch, 0), cost.batch, cost.context, cost.seconds / steps, steps)
-        elif cost.new and not cost.batch:
-            key = int(NEW_BUCKETS_PER_OCTAVE * math.log2(cost.new)), int(cost.prefix) // PREFIX_BUCKET
-            self._prefill.add(key, cost.new, cost.prefix, cost.seconds, 1)
+        sums = step_sums(cost, steps, drawn, prompts)
+        if sums is not None:
+            self._steps.add(sums)
 
     def placed(self, role: Role, episode: Episode) -> None:
         """A turn's request goes to a worker of this role."""
@@ -130,6 +109,7 @@ class Recorder:
         later = [turn for plan in plans for turn in plan.turns[1:]]
         every = [turn for plan in plans for turn in plan.turns]
         seen, appends = max(1, self._turns), max(1, self._appends)
+        decode, prefill = self._steps.take()
         measured = StepTelemetry(
             trajectories=len(plans),
             turns=float(turns.mean()),
@@ -138,15 +118,34 @@ class Recorder:
             first_prompt=float(np.mean([plan.first_prompt for plan in plans])),
             context=self._contexts / seen if self._turns else None,
             longest=float(max(plan.tokens for plan in plans)),
-            env_s=float(np.mean([turn.env_s for turn in every])),
+            env_s=sum(plan.reset_s + sum(turn.env_s for turn in plan.turns) for plan in plans) / len(every),
             overhead_s=overhead_s,
             miss_share=self._missed / appends if self._appends else None,
             local_share=self._local / appends if self._appends else None,
             local_appended=self._local_tokens / self._local if self._local else None,
             decode_share=min(1.0, self._decoding_s / self._flight_s) if self._flight_s and self._decoding_s else None,
             turn_quantiles=tuple((np.quantile(turns, QUANTILES) / turns.mean()).tolist()),
-            decode=tuple(DecodeSample(batch=n, context=c, seconds=s, count=k) for n, c, s, k in self._decode.means()),
-            prefill=tuple(PrefillSample(new=n, prefix=p, seconds=s, count=k) for n, p, s, k in self._prefill.means()),
+            decode=decode,
+            prefill=prefill,
         )
         self._begin_step()
         return measured
+
+
+def step_sums(cost: StepPrice, steps: int, drawn: int, prompts: int) -> StepSums | None:
+    """An output of so many steps, as a member of a live job tells of it: the context is the mean of all who ran, prompts are
+    those of which the first token was drawn. None where that tells nothing."""
+    step = told(computed=cost.new + cost.batch, batch=drawn // steps, prompts=prompts)
+    if step is None:
+        return None
+    prefill, size, decodes = step
+    context = (cost.batch * cost.context + cost.chunks * cost.prefix + cost.new) / max(1, cost.batch + cost.chunks)
+    return StepSums(
+        prefill=prefill,
+        count=steps,
+        size=steps * size,
+        context=steps * context,
+        decodes=steps * decodes,
+        prompts=steps * max(1, prompts),
+        seconds=cost.seconds,
+    )
