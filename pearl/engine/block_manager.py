@@ -22,9 +22,7 @@ CHAIN_BLOCKS_PER_BLOCK = 4
 class BlockManager:
     """A pool of `num_blocks` blocks of `block_size` tokens. `eviction` as in EngineConfig."""
 
-    def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_cache: bool = True, eviction: Eviction = "keep"
-    ) -> None:
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_cache: bool = True, eviction: Eviction = "keep") -> None:
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if value < 1:
                 raise ValueError(f"{name}={value}: must be >= 1")

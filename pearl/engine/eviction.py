@@ -4,9 +4,9 @@ Owns the order; it does not know what blocks hold, nor whose they are. Sessions 
 "the one used longest ago goes first": with a little less room than they want, that is always the one that comes next, and
 nobody finds anything. So blocks that had to be computed again, since their session came back and had lost them, are marked
 `doubtful` and go before the others: what does not fit anyway takes its room from its like, and those that found theirs keep
-it. That is the idea of inserting at the cold end (LIP; Qureshi et al., Adaptive Insertion Policies for High Performance Caching,
-ISCA 2007). It needs something that lets the kept ones go (BIP there): here their age. What has not been asked for while a
-session comes back OVERDUE times belongs to one that has ended or gone elsewhere, and goes first of all.
+it. That is the idea of inserting at the cold end (LIP; Qureshi et al., "Adaptive Insertion Policies for High Performance
+Caching", ISCA 2007). It needs something that lets the kept ones go (BIP there): here their age. What has not been asked for in
+OVERDUE times the turns between two of a session belongs to one that has ended or gone elsewhere, and goes first of all.
 
 Invariants: every block is in one of the two queues, in the order of release; without marks the order is that of release alone.
 All is constant time per block. Time is counted in turns of sessions that have ended here.
@@ -23,7 +23,7 @@ from typing import Literal
 Eviction = Literal["lru", "keep"]
 
 OVERDUE = 1.5
-"""Times the mean turns between two of a session: by simulated caches 1 gives up what is still wanted, 3 keeps what is not."""
+"""Times the mean number of turns from one of a session to its next; with 1, simulated caches lost what was wanted still."""
 
 SMOOTHING = 1 / 16
 
@@ -90,7 +90,8 @@ class EvictionOrder:
         """The `count` blocks that go next, or as many as there are: overdue ones, doubtful ones, the others."""
         if not self._lost:
             return list(islice(self._kept, count))
-        overdue, found = self._turns - OVERDUE * self._interval, []
+        found: list[int] = []
+        overdue = self._turns - OVERDUE * self._interval
         for block_id, released in self._kept.items():
             if released >= overdue or len(found) == count:
                 break
@@ -115,7 +116,7 @@ class EvictionOrder:
             blocks.clear()
 
     def check_integrity(self) -> None:
-        """RuntimeError for a block that is in both queues, or in one that is not that of its kind."""
-        wrong = (self._kept.keys() & self._doubtful) | (self._lost.keys() - self._doubtful) | (self._kept.keys() & self._lost.keys())
+        """RuntimeError for a block in a queue that is not that of its kind."""
+        wrong = (self._kept.keys() & self._doubtful) | (self._lost.keys() - self._doubtful)
         if wrong:
             raise RuntimeError(f"blocks {sorted(wrong)} are in the wrong queue of the eviction order")

@@ -1,7 +1,7 @@
 """Which full KV blocks hold which content, so that a later request with the same beginning need not compute it.
 
-Owns the map from content to block; in which order cached blocks go that nobody holds is `eviction.py`'s. It does not know requests,
-reference counts or the pool's size (`block_manager.py` does). Invariant: an entry is found only by equal content: the
+Owns the map from content to block; in which order those go that nobody holds is said by `eviction.py`. It does not know
+requests, reference counts or the pool's size (`block_manager.py` does). Invariant: an entry is found only by equal content: the
 block's own ids, the identity of the entry before it, and at the chain's root the weight version and the caller's salt.
 Hashes only choose the bucket to look in, so a colliding hash costs time and never a wrong answer.
 `SessionChains` keeps the hashes of a conversation's last turn and what it was cached as, so that the next turn hashes and looks

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -47,15 +47,15 @@ GROWTH = 0.75
 """How much longer than the mean a context is at its end, and shorter at its beginning, of those that grow together."""
 
 
-def lost_prefixes(load: Array, barrier: bool, eviction: str = "lru") -> Array:
+def lost_prefixes(load: Array, barrier: bool, eviction: Literal["lru", "keep"] = "lru") -> Array:
     """Share of the turns whose prefix is gone, with `load` = contexts that are to stay over room for them.
 
     "lru": the one that was used longest ago goes first, and that is the next to come back: a cache that is a little too small
     loses far more than what does not fit. The contexts of a batch that began together also grow together, so at its end the
     cache is too small if it is ample on average. Both curves are fits to simulated caches (10-30 % off).
-    "keep", where prompts alone are computed: what does not fit is lost and nothing else, g - 1 / load of a context g times as long as the mean. Of contexts that
-    grow together, g is between 1 - GROWTH and 1 + GROWTH, each length equally often. Where decodes run, too, a pool that is too
-    small is full of running requests, and no order keeps anything for those that wait.
+    "keep": what does not fit is lost and nothing else, g - 1 / load of a context g times as long as the mean. Of contexts that
+    grow together g is between 1 - GROWTH and 1 + GROWTH, each length equally often. It is for pools that compute prompts alone:
+    one that is too small for those who decode is full of running requests, and no order keeps anything for those that wait.
     """
     room, power = (0.66, 1.2) if barrier else (1.0, 3.0)
     kept = 1 / np.maximum(load, 1e-9)

@@ -25,7 +25,8 @@ class Workload:
     turn outside of the engine. `miss_share` of the turns find their prefix gone, for other reasons than lack of memory.
     `local_share` of the appends, of `local_appended` tokens, run on the decode worker that holds the KV. `turn_quantiles`
     are turns over their mean, at QUANTILES; empty: all equal. `decode_share` is the measured mean share of trajectories that
-    decode (f of the paper). `eviction` says what full caches give up, as in EngineConfig. `calibration` multiplies predictions: measured over predicted, of late.
+    decode (f of the paper). `eviction`: what full caches give up, as in EngineConfig. `calibration` multiplies predictions:
+    measured over predicted, of late.
     """
 
     batch: float

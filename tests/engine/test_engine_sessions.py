@@ -152,7 +152,8 @@ def test_what_a_full_cache_gives_up_changes_no_token(folder: Path) -> None:
     """Four conversations in turns, with room for about three: the same tokens, and more of them found."""
     answers, found = {}, {}
     for eviction in ("lru", "keep"):
-        engine, talks, told = make(folder, num_blocks=34, eviction=eviction), [hf_models.prompt(21, seed=n) for n in range(4)], []
+        engine, told = make(folder, num_blocks=34, eviction=eviction), []
+        talks = [hf_models.prompt(21, seed=number) for number in range(4)]
         for turn in range(5):
             for number, ids in enumerate(talks):
                 told.append(one(engine, ids, TURN, session_id=str(number)))
