@@ -21,9 +21,10 @@ from pearl.sched.sim.baselines import (
     system_named,
     with_extensions,
 )
-from pearl.sched.sim.plans import Hardware
+from pearl.sched.sim.plans import EngineSizes, Hardware
 from pearl.sched.sim.presets.fitted import read_fitted
 from pearl.sched.sim.presets.qwen3 import PRESETS, preset_named
+from pearl.sched.sim.simulator import Simulation
 
 FITTED = read_fitted()[0]
 
@@ -55,6 +56,30 @@ def test_ours_is_the_scheduler_with_its_defaults_and_the_paper_differs_in_the_ex
     assert len({str(replace(system, name="")) for system in (*one_more(), *one_less(), PAPER, OURS)}) == 2 * len(EXTENSIONS) + 2
     with pytest.raises(ValueError, match="hybrid pools"):
         with_extensions(("magic",), "x")
+
+
+def test_ours_alone_has_caches_that_keep() -> None:
+    hardware, preset = Hardware(), preset_named("qwen3-8b-h800")
+    for system, eviction in ((ROLL, "lru"), (RLBOOST, "lru"), (PAPER, "lru"), (OURS, "keep")):
+        for engine in (EngineSizes(block_size=512), EngineSizes(block_size=512, eviction="lru")):
+            sizes = system.settings(preset, FITTED, hardware=hardware, engine=engine, max_steps=1).engine
+            assert sizes == replace(engine, eviction=eviction)
+    with pytest.raises(ValueError, match="engine.eviction='mru': must be one of lru, keep"):
+        EngineSizes(eviction="mru")
+
+
+def test_a_prefill_worker_that_is_too_small_computes_less_with_a_cache_that_keeps() -> None:
+    """One of two workers computes the prompts of 64 trajectories and holds some 48 contexts."""
+    computed = {}
+    for eviction in ("lru", "keep"):
+        system = replace(static(1, 1), eviction=eviction)
+        preset, hardware = preset_named("qwen3-8b-h800"), Hardware(reserved_workers=2)
+        sizes = EngineSizes(block_size=1024)
+        settings = system.settings(preset, FITTED, hardware=hardware, engine=sizes, until_s=400.0)
+        plans = (plan for number in range(8) for plan in FITTED.family(preset.family).group(number, 16, seed=0))
+        counts = Simulation(settings, plans).run().counts
+        computed[eviction] = counts["computed"] / counts["turns"]
+    assert computed["keep"] < 0.75 * computed["lru"]
 
 
 def test_baselines_may_do_what_they_may() -> None:
