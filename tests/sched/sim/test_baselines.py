@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pearl.sched.settings import SchedulerSettings
+from pearl.sched.settings import PdSettings, SchedulerSettings
 from pearl.sched.sim.baselines import (
     EXTENSIONS,
     OURS,
@@ -69,17 +69,18 @@ def test_ours_alone_has_caches_that_keep() -> None:
 
 
 def test_a_prefill_worker_that_is_too_small_computes_less_with_a_cache_that_keeps() -> None:
-    """One of two workers computes the prompts of 64 trajectories and holds some 48 contexts."""
-    computed = {}
+    """One of two workers computes the prompts of 16 trajectories and holds some 12 contexts."""
+    preset, computed = preset_named("qwen3-8b-h800"), {}
+    preset = replace(preset, costs=replace(preset.costs, kv_capacity_tokens=200_000.0))
+    forced = replace(ROLL.scheduler, pd=PdSettings(mode="split", ratio="1:1", append_on_decode="0"))
     for eviction in ("lru", "keep"):
-        system = replace(static(1, 1), eviction=eviction)
-        preset, hardware = preset_named("qwen3-8b-h800"), Hardware(reserved_workers=2)
-        sizes = EngineSizes(block_size=1024)
-        settings = system.settings(preset, FITTED, hardware=hardware, engine=sizes, until_s=400.0)
-        plans = (plan for number in range(8) for plan in FITTED.family(preset.family).group(number, 16, seed=0))
-        counts = Simulation(settings, plans).run().counts
-        computed[eviction] = counts["computed"] / counts["turns"]
-    assert computed["keep"] < 0.75 * computed["lru"]
+        system = replace(ROLL, scheduler=forced, eviction=eviction)
+        settings = system.settings(preset, FITTED, hardware=Hardware(), batch=16, engine=EngineSizes(block_size=512), max_steps=1)
+        simulation = Simulation(settings, FITTED.family(preset.family).group(0, 16, seed=0))
+        counts = simulation.run().counts
+        simulation.check()
+        computed[eviction] = counts["computed"]
+    assert computed["keep"] < 0.8 * computed["lru"], computed
 
 
 def test_baselines_may_do_what_they_may() -> None:
