@@ -75,7 +75,8 @@ def test_a_prefill_worker_that_is_too_small_computes_less_with_a_cache_that_keep
     forced = replace(ROLL.scheduler, pd=PdSettings(mode="split", ratio="1:1", append_on_decode="0"))
     for eviction in ("lru", "keep"):
         system = replace(ROLL, scheduler=forced, eviction=eviction)
-        settings = system.settings(preset, FITTED, hardware=Hardware(), batch=16, engine=EngineSizes(block_size=512), max_steps=1)
+        sizes = EngineSizes(block_size=512)
+        settings = system.settings(preset, FITTED, hardware=Hardware(), batch=16, engine=sizes, max_steps=1)
         simulation = Simulation(settings, FITTED.family(preset.family).group(0, 16, seed=0))
         counts = simulation.run().counts
         simulation.check()
