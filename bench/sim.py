@@ -206,6 +206,8 @@ def ablation(report: Report) -> None:
     base = _fixed_run(report, fixed("mixed", "mixed"), hardware, until_s)
     forced = _fixed_run(report, fixed("split", "split"), hardware, until_s)
     report.figure("splitting forced at 4 GPUs", forced / base - 1, just(SPLIT_AT_4[report.model]))
+    kept = _fixed_run(report, replace(fixed("split", "split"), eviction="keep"), hardware, until_s)
+    print(f"  {'the same with caches that keep':<46}{kept / base - 1:>+10.1%}")
     for name, borrow, printed in zip(("ungated", "gated"), ("all", "all_or_none"), BORROW_AT_4[report.model], strict=True):
         found = _fixed_run(report, fixed(name, "auto", borrow=borrow), hardware, until_s)
         report.figure(f"splitting and borrowing at 4 GPUs, {name}", found / base, just(1 + printed))

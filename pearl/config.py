@@ -38,6 +38,8 @@ class EngineConfig:
 
     `model` is a Hugging Face folder or a ModelConfig. `num_blocks=None` sizes the pool from memory (`kv_memory_fraction` of
     what is free). `kv_fill` poisons the pool in tests (nan). `load_format="dummy"` gives random weights.
+    `eviction`: which cached blocks make room first: the ones used longest ago ("lru"), or those that sessions had lost before,
+    so that others keep theirs ("keep").
     `transfer_deadline_s`: seconds for which a request that moves to or from another engine is waited for.
     `cuda_graphs`: decode steps are captured once and replayed, on GPUs and by kernels where that works. `overlap`: the next
     step is decided and queued while the device runs the last one, so that tokens are told a step later.
@@ -56,6 +58,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_batch_tokens: int = 2048
     enable_prefix_cache: bool = True
+    eviction: Literal["lru", "keep"] = "keep"
     device: str = "auto"
     role: Role = Role.MIXED
     decode_prefill_tokens: int = 256
@@ -72,6 +75,7 @@ class EngineConfig:
         at_least(self, "engine", 1, *sizes, whole=True)
         one_of("engine.dtype", self.dtype, DTYPES)
         one_of("engine.kernels", self.kernels, ("auto", "cpu", "triton", "flashinfer", "reference"))
+        one_of("engine.eviction", self.eviction, ("lru", "keep"))
         one_of("engine.load_format", self.load_format, ("auto", "dummy"))
         if not isinstance(self.deterministic, bool):
             raise ValueError(f"engine.deterministic={self.deterministic!r}: must be true or false")

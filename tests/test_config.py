@@ -52,6 +52,7 @@ def test_override_leaves_the_original_alone():
         ("engine.role=boss", ["engine.role", "boss", "mixed, prefill, decode"]),
         ("algorithm.normalize_std=maybe", ["true or false"]),
         ("engine.kernels=fast", ["engine.kernels", "reference"]),
+        ("engine.eviction=fifo", ["engine.eviction", "fifo", "lru", "keep"]),
         ("optimizer.lr=nan", ["optimizer.lr", "nan"]),
         ("group_size=1", ["group_size=1", ">= 2"]),
         ("rollout.top_p=1.5", ["rollout.top_p", "1.5"]),

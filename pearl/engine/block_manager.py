@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pearl.engine import prefix_cache
+from pearl.engine.eviction import Eviction
 from pearl.engine.prefix_cache import CacheEntry, Parent, PrefixCache, Root, SessionChains
 from pearl.engine.request import Request
 
@@ -19,15 +20,16 @@ CHAIN_BLOCKS_PER_BLOCK = 4
 
 
 class BlockManager:
-    """A pool of `num_blocks` blocks of `block_size` tokens."""
+    """A pool of `num_blocks` blocks of `block_size` tokens. `eviction` as in EngineConfig."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_cache: bool = True) -> None:
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_cache: bool = True, eviction: Eviction = "keep") -> None:
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if value < 1:
                 raise ValueError(f"{name}={value}: must be >= 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_cache = enable_prefix_cache
+        self._keeps = eviction == "keep"
         self.cache = PrefixCache()
         self.sessions = SessionChains(CHAIN_BLOCKS_PER_BLOCK * num_blocks, block_size)
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -93,7 +95,7 @@ class BlockManager:
         hits: list[int] = []
         parent: Parent = root
         if self.enable_prefix_cache:
-            trail = self._recall_session(request, root)
+            trail, known = self._recall_session(request, root)
             chain, ids, size, find = self._chain(request, root), request.token_ids, self.block_size, self.cache.find
             most, hash_ = self._most_cacheable(request) // size, prefix_cache.hash_for(ids)
             del trail[most:]
@@ -109,6 +111,8 @@ class BlockManager:
                 hits.append(entry.block_id)
                 trail.append(entry)
                 parent = entry.entry_id
+            if self._keeps:
+                self._see_what_was_lost(request, hits, min(known, most))
         self._hold_all(hits)
         request.block_table.extend(hits)
         if hits:
@@ -134,6 +138,8 @@ class BlockManager:
             new += self.cache.evict(missing - len(new))
         for block_id in new:
             refs[block_id] = 1
+        if self._keeps:
+            self.cache.order.mark(new, doubtful=request.lost_prefix)
         table += new
         self._num_used += missing
         return True
@@ -178,7 +184,8 @@ class BlockManager:
     def remember_session(self, request: Request) -> None:
         """Keeps the hashes and cached blocks of an ended request for the next turn of its session."""
         if request.session_id is not None and self.enable_prefix_cache:
-            self.sessions.keep(request.session_id, request.token_ids, request.block_hashes, request.trail)
+            turn = self.cache.order.end_turn(self.sessions.last_turn(request.session_id))
+            self.sessions.keep(request.session_id, request.token_ids, request.block_hashes, request.trail, turn)
             request.trail = []
 
     def reset_prefix_cache(self) -> int:
@@ -305,16 +312,23 @@ class BlockManager:
     def _ids(self, request: Request, index: int) -> tuple[int, ...]:
         return tuple(request.token_ids[index * self.block_size : (index + 1) * self.block_size])
 
-    def _recall_session(self, request: Request, root: Root) -> list[CacheEntry]:
-        """The blocks that the session's last turn had in common with this request, as far as they are still cached; they
-        are the beginning of the request's trail. Its hashes too, if the request has fewer of this root."""
+    def _see_what_was_lost(self, request: Request, hits: list[int], known: int) -> None:
+        """What it found is kept. If that is less than the `known` blocks that its session had here, what it computes itself
+        will go before others; it stays so if the request gives way and finds its own blocks again."""
+        if not request.lost_prefix:
+            self.cache.order.mark(hits, doubtful=False)
+            request.lost_prefix = len(hits) < known
+
+    def _recall_session(self, request: Request, root: Root) -> tuple[list[CacheEntry], int]:
+        """The blocks that the session's last turn had in common with this request, as far as they are still cached (the
+        beginning of the request's trail), and how many there were. Its hashes too, if the request has fewer of this root."""
         if request.session_id is None:
-            return []
+            return [], 0
         chain, trail = self.sessions.recall(request.session_id, request.token_ids, root)
         if len(self._chain(request, root)) < len(chain):
             request.block_hashes = chain
         request.trail = self.cache.still_there(trail, root)
-        return request.trail
+        return request.trail, len(chain) - 1
 
     def _chain(self, request: Request, root: Root) -> list[int]:
         """The request's hashes, [root, block 0, block 1, ...] as far as they are known, of one root: emptied for another."""

@@ -91,7 +91,7 @@ class EngineCore(MovingRequests):
         words: LeaseWords | None = None,
     ) -> None:
         self.settings = settings
-        self.blocks = BlockManager(settings.num_blocks, settings.block_size, settings.enable_prefix_cache)
+        self.blocks = BlockManager(settings.num_blocks, settings.block_size, settings.enable_prefix_cache, settings.eviction)
         self.scheduler = Scheduler(
             self.blocks,
             self._plan_role(settings.role),

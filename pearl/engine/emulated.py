@@ -153,6 +153,7 @@ class EmulatedEngine:
                 max_batch_tokens=config.max_batch_tokens,
                 decode_prefill_tokens=config.decode_prefill_tokens,
                 enable_prefix_cache=config.enable_prefix_cache,
+                eviction=config.eviction,
                 vocab_size=vocab_size,
                 role=config.role,
                 transfer_deadline=config.transfer_deadline_s,

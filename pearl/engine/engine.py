@@ -83,6 +83,7 @@ class Engine(ServedWeights, HandOff):
                 max_batch_tokens=config.max_batch_tokens,
                 decode_prefill_tokens=config.decode_prefill_tokens,
                 enable_prefix_cache=config.enable_prefix_cache,
+                eviction=config.eviction,
                 vocab_size=parts.model.vocab_size,
                 role=config.role,
                 transfer_deadline=config.transfer_deadline_s,

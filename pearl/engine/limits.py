@@ -7,7 +7,9 @@ to its end, alone in the pool if need be, so the scheduler never has to wait for
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
+from pearl.engine.eviction import Eviction
 from pearl.engine.request import Request
 from pearl.engine.token_runs import TokenRuns
 from pearl.protocol import Role
@@ -28,6 +30,7 @@ class CoreSettings:
     vocab_size: int
     decode_prefill_tokens: int = 256
     enable_prefix_cache: bool = True
+    eviction: Eviction = "keep"
     role: Role = Role.MIXED
     transfer_deadline: float = 30.0
 
@@ -35,6 +38,8 @@ class CoreSettings:
         for name in ("block_size", "num_blocks", "max_num_seqs", "max_batch_tokens", "vocab_size", "decode_prefill_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be >= 1")
+        if self.eviction not in get_args(Eviction):
+            raise ValueError(f"eviction={self.eviction!r}: must be one of {', '.join(get_args(Eviction))}")
         if self.max_model_len < 2:
             raise ValueError(f"max_model_len={self.max_model_len}: must be >= 2")
 

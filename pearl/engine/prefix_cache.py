@@ -1,7 +1,7 @@
 """Which full KV blocks hold which content, so that a later request with the same beginning need not compute it.
 
-Owns the map from content to block and the eviction order of cached blocks that nobody holds. It does not know requests,
-reference counts or the pool's size (`block_manager.py` does). Invariant: an entry is found only by equal content: the
+Owns the map from content to block; in which order those go that nobody holds is said by `eviction.py`. It does not know
+requests, reference counts or the pool's size (`block_manager.py` does). Invariant: an entry is found only by equal content: the
 block's own ids, the identity of the entry before it, and at the chain's root the weight version and the caller's salt.
 Hashes only choose the bucket to look in, so a colliding hash costs time and never a wrong answer.
 `SessionChains` keeps the hashes of a conversation's last turn and what it was cached as, so that the next turn hashes and looks
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import islice
 
 import msgspec
 
+from pearl.engine.eviction import EvictionOrder
 from pearl.engine.token_runs import TokenRuns
 
 Root = tuple[int, str | None]
@@ -70,13 +70,13 @@ class CacheEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class PrefixCache:
-    """Content -> block, and the least recently used order of the cached blocks that no table and no lease holds."""
+    """Content -> block. `order` has the cached blocks that no table and no lease holds."""
 
     def __init__(self) -> None:
         self._buckets: dict[int, list[CacheEntry]] = {}
         self._by_block: dict[int, CacheEntry] = {}
         self._by_id: dict[int, CacheEntry] = {}
-        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self.order = EvictionOrder()
         self._next_id = 0
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class PrefixCache:
 
     @property
     def num_evictable(self) -> int:
-        return len(self._evictable)
+        return len(self.order)
 
     def entries(self) -> list[CacheEntry]:
         return list(self._by_block.values())
@@ -97,7 +97,7 @@ class PrefixCache:
 
     def evictable_blocks(self) -> list[int]:
         """Next to be evicted first."""
-        return list(self._evictable)
+        return list(self.order)
 
     def is_live(self, parent: Parent) -> bool:
         """False for an entry that was dropped; a root always lives."""
@@ -150,45 +150,43 @@ class PrefixCache:
             del self._buckets[entry.hash]
         else:
             bucket.remove(entry)
-        self._evictable.pop(block_id, None)
+        self.order.hold(block_id)
 
     def release(self, block_id: int) -> None:
-        """Nobody holds this cached block any more: it may be evicted, after all those released before it."""
-        self._evictable[block_id] = None
-        self._evictable.move_to_end(block_id)
+        """Nobody holds this cached block any more: it may be evicted."""
+        self.order.release(block_id)
 
     def release_all(self, block_ids: Sequence[int]) -> list[int]:
         """Nobody holds these blocks any more, in this order; returns those of them that are not cached."""
         cached = self._by_block
         others = [block_id for block_id in block_ids if block_id not in cached]
         released = block_ids if not others else [block_id for block_id in block_ids if block_id in cached]
-        self._evictable.update(dict.fromkeys(released))
+        self.order.release_all(released)
         return others
 
     def hold(self, block_id: int) -> None:
         """Somebody holds this cached block: it is not evicted."""
-        self._evictable.pop(block_id, None)
+        self.order.hold(block_id)
 
-    def hold_all(self, block_ids: Iterable[int]) -> None:
+    def hold_all(self, block_ids: Sequence[int]) -> None:
         """The same for several."""
-        drop = self._evictable.pop
-        for block_id in block_ids:
-            drop(block_id, None)
+        self.order.hold_all(block_ids)
 
     def evict(self, count: int) -> list[int]:
-        """Drops the `count` blocks released longest ago and returns their ids. KeyError, unchanged, if there are fewer."""
-        if count > len(self._evictable):
-            raise KeyError(f"{count} cached blocks cannot be evicted: all but {len(self._evictable)} are held")
-        block_ids = list(islice(self._evictable, count))
+        """Drops the `count` blocks that go first and returns their ids. KeyError, unchanged, if there are fewer."""
+        if count > len(self.order):
+            raise KeyError(f"{count} cached blocks cannot be evicted: all but {len(self.order)} are held")
+        block_ids = self.order.first(count)
         for block_id in block_ids:
             self.drop(block_id)
         return block_ids
 
     def reset(self) -> tuple[int, list[int]]:
         """Forgets everything. Returns how many blocks were cached and which of them nobody holds (free again)."""
-        dropped, unheld = len(self._by_block), list(self._evictable)
-        for table in (self._buckets, self._by_block, self._by_id, self._evictable):
+        dropped, unheld = len(self._by_block), list(self.order)
+        for table in (self._buckets, self._by_block, self._by_id):
             table.clear()
+        self.order.clear()
         return dropped, unheld
 
     def check_integrity(self) -> None:
@@ -201,7 +199,8 @@ class PrefixCache:
             by_block, by_id = self._by_block.get(entry.block_id), self._by_id.get(entry.entry_id)
             if entry.hash != hash_ or by_block is not entry or by_id is not entry:
                 raise RuntimeError(f"prefix cache entry {entry} is not the one its block, id and hash lead to")
-        stray = [block_id for block_id in self._evictable if block_id not in self._by_block]
+        self.order.check_integrity()
+        stray = [block_id for block_id in self.order if block_id not in self._by_block]
         if stray:
             raise RuntimeError(f"blocks {stray} are in the eviction order but hold no cached content")
 
@@ -217,6 +216,7 @@ class SessionChains:
     def __init__(self, max_blocks: int, block_size: int) -> None:
         self._max_blocks, self._block_size = max_blocks, block_size
         self._chains: OrderedDict[str, tuple[array[int] | TokenRuns, list[int], list[CacheEntry]]] = OrderedDict()
+        self._turns: dict[str, int] = {}
         self._num_blocks = 0
 
     def __len__(self) -> int:
@@ -227,13 +227,25 @@ class SessionChains:
         """Hashed blocks of all sessions."""
         return self._num_blocks
 
-    def keep(self, session_id: str, token_ids: Sequence[int] | TokenRuns, chain: list[int], trail: list[CacheEntry]) -> None:
-        """Remembers chain and trail of the ids that a session has now, in place of those before."""
+    def last_turn(self, session_id: str) -> int | None:
+        """What `keep` was told of the session's last turn; None if it is not remembered."""
+        return self._turns.get(session_id)
+
+    def keep(
+        self,
+        session_id: str,
+        token_ids: Sequence[int] | TokenRuns,
+        chain: list[int],
+        trail: list[CacheEntry],
+        turn: int = 0,
+    ) -> None:
+        """Remembers chain and trail of the ids that a session has now, in place of those before; `turn`: when that was."""
         self._forget(session_id)
         length = len(chain) - 1
         if not 0 < length <= self._max_blocks:
             return
         self._chains[session_id] = (_beginning(token_ids, length * self._block_size), list(chain), trail)
+        self._turns[session_id] = turn
         self._num_blocks += length
         while self._num_blocks > self._max_blocks:
             self._forget(next(iter(self._chains)))
@@ -241,6 +253,7 @@ class SessionChains:
     def clear(self) -> None:
         """Forgets all sessions."""
         self._chains.clear()
+        self._turns.clear()
         self._num_blocks = 0
 
     def recall(
@@ -270,6 +283,7 @@ class SessionChains:
     def _forget(self, session_id: str) -> None:
         kept = self._chains.pop(session_id, None)
         if kept is not None:
+            del self._turns[session_id]
             self._num_blocks -= len(kept[1]) - 1
 
 

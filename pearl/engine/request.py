@@ -63,6 +63,8 @@ class Request:
     """Of a session's request: what its first blocks are cached as."""
     cacheable: bool = True
     """False once its KV mixes weight versions: it registers no more blocks in the prefix cache."""
+    lost_prefix: bool = False
+    """Its session had more blocks here than are still cached."""
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     stays: bool = False

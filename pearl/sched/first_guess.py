@@ -49,5 +49,6 @@ def guess_workload(config: Config, max_model_len: int) -> Workload:
         context=(prompt + longest) / 2,
         longest=longest,
         barrier=config.max_staleness == 0,
+        eviction=config.engine.eviction,
         in_flight=float(config.rollout_batch_size * (1 + (config.max_staleness or 0))),
     )

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -45,16 +45,34 @@ PLACING_PASSES = 2
 KV_SLACK = 0.97
 """Share of a pool that can be filled before blocks run out in practice: tails of blocks, room for growth."""
 
+GROWTH = 0.75
+"""How much longer than the mean a context is at its end, and shorter at its beginning, of those that grow together."""
 
-def lost_prefixes(load: Array, barrier: bool) -> Array:
+KEPT = 0.8
+"""Share of a pool's room that holds what will be found; the rest is with requests that run, with sessions that have ended, and
+with those that take turns in it. A fit to simulated makespans."""
+
+
+def lost_prefixes(load: Array, barrier: bool, eviction: Literal["lru", "keep"] = "lru") -> Array:
     """Share of the turns whose prefix is gone, with `load` = contexts that are to stay over room for them.
 
-    The one that was used longest ago goes first, and that is the next to come back: a cache that is a little too small loses
-    far more than what does not fit. The contexts of a batch that began together also grow together, so at its end the cache is
-    too small if it is ample on average. Both curves are fits to simulated caches (10-30 % off).
+    "lru": the one that was used longest ago goes first, and that is the next to come back: a cache that is a little too small
+    loses far more than what does not fit. The contexts of a batch that began together also grow together, so at its end the
+    cache is too small if it is ample on average. Both curves are fits to simulated caches (10-30 % off).
+    "keep": what does not fit is lost and nothing else, g - KEPT / load of a context g times as long as the mean. Of contexts
+    that grow together g is between 1 - GROWTH and 1 + GROWTH, each length equally often. It is for pools that compute prompts
+    alone: one too small for those who decode is full of running requests, and no order keeps anything for those that wait.
     """
     room, power = (0.66, 1.2) if barrier else (1.0, 3.0)
-    return 1.0 - np.minimum(1.0, room / np.maximum(load, 1e-9)) ** power
+    kept = 1 / np.maximum(load, 1e-9)
+    by_age = 1.0 - np.minimum(1.0, room * kept) ** power
+    if eviction == "lru":
+        return by_age
+    kept = KEPT * kept
+    if not barrier:
+        return np.minimum(by_age, np.maximum(0.0, 1 - kept))
+    grown = np.clip(1 + GROWTH - kept, 0.0, 2 * GROWTH)
+    return np.minimum(by_age, grown**2 / (4 * GROWTH) + np.maximum(0.0, 1 - GROWTH - kept))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,9 +272,8 @@ class _Pools:
         self.mixed = 1.0 - self.split
         some = np.maximum(prefillers, 1.0)
         self.held, self.held_remote = here / decoders, here / some
-        gone, gone_remote = (
-            w.miss_share + (1 - w.miss_share) * lost_prefixes(held / room, w.barrier) for held in (self.held, self.held_remote)
-        )
+        lost = lost_prefixes(self.held / room, w.barrier), lost_prefixes(self.held_remote / room, w.barrier, w.eviction)
+        gone, gone_remote = (w.miss_share + (1 - w.miss_share) * one for one in lost)
         prompts = self.mixed + self.split * w.local_share  # of a turn, where it is decoded
         self.miss = prompts * gone + (1 - prompts) * gone_remote
         moved = self.split * (model._moved_s + model._moved_whole_s * gone)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 QUANTILES = (0.25, 0.5, 0.75, 0.9, 1.0)
 """Of the turns of trajectories, smallest first: where `Workload.turn_quantiles` are taken."""
@@ -24,7 +25,8 @@ class Workload:
     turn outside of the engine. `miss_share` of the turns find their prefix gone, for other reasons than lack of memory.
     `local_share` of the appends, of `local_appended` tokens, run on the decode worker that holds the KV. `turn_quantiles`
     are turns over their mean, at QUANTILES; empty: all equal. `decode_share` is the measured mean share of trajectories that
-    decode (f of the paper). `calibration` multiplies predictions: measured over predicted, of late.
+    decode (f of the paper). `eviction`: what full caches give up, as in EngineConfig. `calibration` multiplies predictions:
+    measured over predicted, of late.
     """
 
     batch: float
@@ -43,6 +45,7 @@ class Workload:
     decode_share: float = 1.0
     in_flight: float = 0.0
     barrier: bool = True
+    eviction: Literal["lru", "keep"] = "lru"
     calibration: float = 1.0
 
     def __post_init__(self) -> None:
@@ -53,6 +56,8 @@ class Workload:
         for name in ("miss_share", "local_share"):
             _check(name, getattr(self, name), 0.0, 1.0)
         _check("decode_share", self.decode_share, 0.0, 1.0, open_low=True)
+        if self.eviction not in ("lru", "keep"):
+            raise ValueError(f"workload.eviction={self.eviction!r}: must be one of lru, keep")
         rising = all(low <= high for low, high in pairwise(self.turn_quantiles))
         if self.turn_quantiles and (len(self.turn_quantiles) != len(QUANTILES) or self.turn_quantiles[0] <= 0 or not rising):
             raise ValueError(f"turn_quantiles={self.turn_quantiles}: must be {len(QUANTILES)} rising numbers > 0, or none")

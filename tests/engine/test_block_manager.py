@@ -171,7 +171,8 @@ def test_impossible_sizes(num_blocks, block_size):
         lambda blocks, request: blocks._lease_counts.__setitem__(0, 1),
         lambda blocks, request: request.token_ids.__setitem__(0, 9),
         lambda blocks, request: setattr(request, "num_written_tokens", 6),
-        lambda blocks, request: blocks.cache._evictable.__setitem__(request.block_table[0], None),
+        lambda blocks, request: blocks.cache.order.release(request.block_table[0]),
+        lambda blocks, request: blocks.cache.order._doubtful.add(10) or blocks.cache.order._kept.update({10: 0}),
     ],
 )
 def test_integrity_sees_broken_books(break_it):
@@ -188,13 +189,14 @@ steps = st.lists(st.tuples(names, st.integers(0, 99)), max_size=60)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(num_blocks=st.integers(1, 12), block_size=st.integers(1, 4), steps=steps)
-def test_conservation_under_random_use(num_blocks, block_size, steps):
-    blocks, alive, leases = BlockManager(num_blocks, block_size), [], []
+@given(num_blocks=st.integers(1, 12), block_size=st.integers(1, 4), eviction=st.sampled_from(["lru", "keep"]), steps=steps)
+def test_conservation_under_random_use(num_blocks, block_size, eviction, steps):
+    blocks, alive, leases = BlockManager(num_blocks, block_size, eviction=eviction), [], []
     leased: dict[int, tuple[int, ...]] = {}
     for number, (name, value) in enumerate(steps):
         if name == "new":
             request = make_request(f"r{number}", [1, 2, 1, 2, 3, 3, 3, 3, 3][value % 3 :][: 1 + value % 7])
+            request.session_id = str(value % 3) if value % 4 else None
             blocks.match_prefix(request, 0)
             alive.append(request)
         elif name == "grow" and alive:
@@ -208,7 +210,9 @@ def test_conservation_under_random_use(num_blocks, block_size, steps):
             under_lease = {block_id for block_ids in leased.values() for block_id in block_ids}
             assert not under_lease & set(request.block_table[len(before) :])
         elif name == "free" and alive:
-            blocks.free(alive.pop(value % len(alive)))
+            request = alive.pop(value % len(alive))
+            blocks.free(request)
+            blocks.remember_session(request)
         elif name == "lease" and alive:
             table = tuple(alive[value % len(alive)].block_table)
             leases.append(blocks.lease(table))

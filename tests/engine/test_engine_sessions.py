@@ -146,3 +146,20 @@ def test_an_aborted_turn_and_siblings_leave_a_chain_that_holds(folder: Path, has
     turn = one(engine, [*ids, 1, 2, 3, 4, 5, 6, 7], TURN, session_id="s")
     assert take(hashed) == 3 and turn.num_cached_tokens == 12
     assert_greedy(turn, 6)
+
+
+def test_what_a_full_cache_gives_up_changes_no_token(folder: Path) -> None:
+    """Four conversations in turns, with room for about three: the same tokens, and more of them found."""
+    answers, found = {}, {}
+    for eviction in ("lru", "keep"):
+        engine, told = make(folder, num_blocks=34, eviction=eviction), []
+        talks = [hf_models.prompt(21, seed=number) for number in range(4)]
+        for turn in range(5):
+            for number, ids in enumerate(talks):
+                told.append(one(engine, ids, TURN, session_id=str(number)))
+                ids += [*told[-1].token_ids, *hf_models.prompt(1, seed=turn)]
+                engine.check_integrity()
+        answers[eviction] = [(one.token_ids, one.logprobs) for one in told]
+        found[eviction] = sum(one.num_cached_tokens for one in told)
+    assert answers["lru"] == answers["keep"]
+    assert found["keep"] > found["lru"]

@@ -175,6 +175,25 @@ def test_a_cache_that_is_a_little_too_small_loses_more_than_does_not_fit(barrier
     assert (lost[loads > 1.05] > 1 - 1 / loads[loads > 1.05]).all()
 
 
+@pytest.mark.parametrize("barrier", [True, False])
+def test_a_cache_that_keeps_loses_what_does_not_fit(barrier: bool) -> None:
+    """Of contexts that are all as long, 1 - 0.8 / load; of those that grow, the mean of that over their lengths. Never more
+    than by age."""
+    loads, grown = np.linspace(0.1, 3.0, 30), np.linspace(0.25, 1.75, 20_001) if barrier else np.ones(1)
+    lost = lost_prefixes(loads, barrier, "keep")
+    expected = [np.maximum(0.0, grown - 0.8 / load).mean() for load in loads]
+    assert lost == pytest.approx(np.minimum(expected, lost_prefixes(loads, barrier)), abs=1e-4)
+    assert lost[0] == 0 and lost[-1] < 0.9 * lost_prefixes(loads, barrier)[-1]
+
+
+def test_prefill_workers_alone_profit_from_a_cache_that_keeps() -> None:
+    by_age, keep = TurnModel(LOAD, COSTS), TurnModel(replace(LOAD, eviction="keep"), COSTS)
+    assert float(keep.solve(1, 0, 60).turn) == float(by_age.solve(1, 0, 60).turn)
+    assert float(keep.solve(10, 1, 60).miss_share) < 0.9 * float(by_age.solve(10, 1, 60).miss_share)
+    with pytest.raises(ValueError, match="workload.eviction='fifo': must be one of lru, keep"):
+        replace(LOAD, eviction="fifo")
+
+
 def test_misses_and_short_appends_are_priced() -> None:
     model = TurnModel(LOAD, COSTS)
     missing = TurnModel(replace(LOAD, miss_share=0.5), COSTS)

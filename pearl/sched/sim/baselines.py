@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from pearl.sched.cost_profile import ChangeCost
 from pearl.sched.settings import BorrowSettings, ExpandSettings, PdSettings, SchedulerSettings
-from pearl.sched.sim.plans import Hardware, SimSettings
+from pearl.sched.sim.plans import EngineSizes, Hardware, SimSettings
 from pearl.sched.sim.presets.fitted import Fitted
 from pearl.sched.sim.presets.qwen3 import Preset
 from pearl.sched.sim.workload import TaskFamily, workload_of
@@ -30,13 +30,14 @@ BELIEVED_SEED = 2**31
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
     """`external`: the segment's GPUs may join. `fixed_workers`: those there are instead of the reserved ones, if given.
-    `rebuilds`: a change of role captures graphs anew."""
+    `rebuilds`: a change of role captures graphs anew. `eviction`: what its engines' caches give up, as in EngineSizes."""
 
     name: str
     scheduler: SchedulerSettings
     external: bool = True
     fixed_workers: int | None = None
     rebuilds: bool = False
+    eviction: Literal["lru", "keep"] = "lru"
 
     def settings(self, preset: Preset, fitted: Fitted, *, hardware: Hardware, batch: int = 64, **more: Any) -> SimSettings:
         """One run of this system; `more` are fields of SimSettings (seed, when it ends, semantics)."""
@@ -57,7 +58,9 @@ class System:
             overhead_s=fitted.overhead_s,
             miss_share=fitted.miss_share,
         )
-        return SimSettings(**(values | more))
+        values |= more
+        values["engine"] = replace(values.get("engine", EngineSizes()), eviction=self.eviction)
+        return SimSettings(**values)
 
 
 def believed(family: TaskFamily, fitted: Fitted, batch: int, *, barrier: bool) -> Workload:
@@ -127,6 +130,10 @@ def _in_place(system: System) -> System:
     return replace(system, rebuilds=False)
 
 
+def _keep(system: System) -> System:
+    return replace(system, eviction="keep")
+
+
 EXTENSIONS: dict[str, Callable[[System], System]] = {
     "hybrid pools": _hybrid,
     "partial borrowing": _partial,
@@ -134,6 +141,7 @@ EXTENSIONS: dict[str, Callable[[System], System]] = {
     "appends on decode": _append,
     "tail re-balancing": _tail,
     "switch in place": _in_place,
+    "thrash-resistant cache": _keep,
 }
 
 

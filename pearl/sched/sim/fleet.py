@@ -102,6 +102,7 @@ class Fleet:
             max_batch_tokens=sizes.max_batch_tokens,
             vocab_size=1 << 60,
             decode_prefill_tokens=sizes.decode_prefill_tokens,
+            eviction=sizes.eviction,
             transfer_deadline=sizes.transfer_deadline_s,
         )
         worker = SimWorker(name, settings.costs, core, self._agenda, self._dispatcher)

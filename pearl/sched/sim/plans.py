@@ -116,12 +116,14 @@ class EngineSizes:
     max_num_seqs: int = 256
     max_batch_tokens: int = 8192
     decode_prefill_tokens: int = 256
+    eviction: Literal["lru", "keep"] = "keep"
     max_model_len: int = 40_960
     transfer_deadline_s: float = 30.0
 
     def __post_init__(self) -> None:
         names = ("block_size", "max_num_seqs", "max_batch_tokens", "decode_prefill_tokens")
         at_least(self, "engine", 1, *names, whole=True)
+        one_of("engine.eviction", self.eviction, ("lru", "keep"))
         at_least(self, "engine", 2, "max_model_len", whole=True)
         above_zero(self, "engine", "transfer_deadline_s")
 

@@ -45,7 +45,8 @@ class Simulation:
         costs = settings.costs
         self.router = Router(block_size=settings.engine.block_size)
         barrier = settings.semantics == "barrier"
-        workload = replace(settings.workload, batch=settings.batch, barrier=barrier)
+        eviction = settings.engine.eviction
+        workload = replace(settings.workload, batch=settings.batch, barrier=barrier, eviction=eviction)
         self.scheduler = ClusterScheduler(settings.scheduler, RuntimeProfile(settings.believed or costs, workload), self.router)
         self.recorder = Recorder()
         network = Network(self.agenda, bytes_per_s=costs.transfer_bytes_per_s, base_s=costs.transfer_base_s)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pearl.sched.settings import SchedulerSettings
+from pearl.sched.settings import PdSettings, SchedulerSettings
 from pearl.sched.sim.baselines import (
     EXTENSIONS,
     OURS,
@@ -21,9 +21,10 @@ from pearl.sched.sim.baselines import (
     system_named,
     with_extensions,
 )
-from pearl.sched.sim.plans import Hardware
+from pearl.sched.sim.plans import EngineSizes, Hardware
 from pearl.sched.sim.presets.fitted import read_fitted
 from pearl.sched.sim.presets.qwen3 import PRESETS, preset_named
+from pearl.sched.sim.simulator import Simulation
 
 FITTED = read_fitted()[0]
 
@@ -55,6 +56,32 @@ def test_ours_is_the_scheduler_with_its_defaults_and_the_paper_differs_in_the_ex
     assert len({str(replace(system, name="")) for system in (*one_more(), *one_less(), PAPER, OURS)}) == 2 * len(EXTENSIONS) + 2
     with pytest.raises(ValueError, match="hybrid pools"):
         with_extensions(("magic",), "x")
+
+
+def test_ours_alone_has_caches_that_keep() -> None:
+    hardware, preset = Hardware(), preset_named("qwen3-8b-h800")
+    for system, eviction in ((ROLL, "lru"), (RLBOOST, "lru"), (PAPER, "lru"), (OURS, "keep")):
+        for engine in (EngineSizes(block_size=512), EngineSizes(block_size=512, eviction="lru")):
+            sizes = system.settings(preset, FITTED, hardware=hardware, engine=engine, max_steps=1).engine
+            assert sizes == replace(engine, eviction=eviction)
+    with pytest.raises(ValueError, match="engine.eviction='mru': must be one of lru, keep"):
+        EngineSizes(eviction="mru")
+
+
+def test_a_prefill_worker_that_is_too_small_computes_less_with_a_cache_that_keeps() -> None:
+    """One of two workers computes the prompts of 16 trajectories and holds some 12 contexts."""
+    preset, computed = preset_named("qwen3-8b-h800"), {}
+    preset = replace(preset, costs=replace(preset.costs, kv_capacity_tokens=200_000.0))
+    forced = replace(ROLL.scheduler, pd=PdSettings(mode="split", ratio="1:1", append_on_decode="0"))
+    for eviction in ("lru", "keep"):
+        system = replace(ROLL, scheduler=forced, eviction=eviction)
+        sizes = EngineSizes(block_size=512)
+        settings = system.settings(preset, FITTED, hardware=Hardware(), batch=16, engine=sizes, max_steps=1)
+        simulation = Simulation(settings, FITTED.family(preset.family).group(0, 16, seed=0))
+        counts = simulation.run().counts
+        simulation.check()
+        computed[eviction] = counts["computed"]
+    assert computed["keep"] < 0.8 * computed["lru"], computed
 
 
 def test_baselines_may_do_what_they_may() -> None:
