@@ -48,9 +48,11 @@ from pearl.rl import process
 from pearl.rl.activity import Activity
 from pearl.rl.cluster import Cluster
 from pearl.rl.collector import Collector
+from pearl.rl.door import JOIN_ADDRESS, write_invitation
 from pearl.rl.envs import registry as environments
 from pearl.rl.envs.base import example_of, system_prompt_of
 from pearl.rl.envs.pool import EnvironmentPool
+from pearl.rl.envs.wire import words_for
 from pearl.rl.heartbeat import LONGEST_GAP_S, Heartbeat
 from pearl.rl.layout import JobLayout
 from pearl.rl.members import Externals, name_of, number_of
@@ -62,8 +64,6 @@ from pearl.sched.router import Router
 POLL_S = 0.2
 STATUS_EVERY_S = 1.0
 LONGEST_ECHO = 90
-JOIN_ADDRESS = "join_address"
-"""The file of a run directory that says where workers may join."""
 
 
 class JobFailed(RuntimeError):
@@ -127,6 +127,8 @@ class Controller:
         env = self.config.env
         try:
             self._tokenizer = Tokenizer.from_folder(self.folder)
+            if (words := words_for(self._tokenizer)) is not None:
+                self.pool.learn(words)
             environment = environments.make(env.name, **environments.constructor_options(env))
             self._system_prompt, self._example = system_prompt_of(environment), example_of(environment)
         except Exception as error:  # users' environments are made here too
@@ -190,12 +192,8 @@ class Controller:
     def _invite(self) -> None:
         """Says where external workers may join, to people and in the run directory."""
         if self.externals.invitation:
-            fresh = self.run / f".{JOIN_ADDRESS}"  # aside: who waits for the file reads all of it
-            fresh.unlink(missing_ok=True)
-            fresh.touch(mode=0o600)
-            fresh.write_text(self.externals.invitation + "\n")
-            fresh.replace(self.run / JOIN_ADDRESS)
-            self.notice(f"workers may join: python -m pearl.rl.join {self.run / JOIN_ADDRESS}")  # the token is in no log
+            path = write_invitation(self.run, self.externals.invitation)
+            self.notice(f"workers may join: python -m pearl.rl.join {path}")  # the token is in no log
             if self.externals.elsewhere:
                 self.notice(self.externals.elsewhere)
             self.cluster.invited()
@@ -234,6 +232,8 @@ class Controller:
         now = self.clock.now()
         if self.collector is not None:
             self.collector.poll_environments(now)
+        else:
+            self.pool.poll(now)  # nobody plays yet: it is told how the model reads
         self.cluster.turn(now)
         if self.cluster.changed():
             self.activity.note_roles(self.cluster.roles(), now)

@@ -34,6 +34,7 @@ class ChatTokenizer(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
     def chat_start(self, messages: Sequence[dict[str, str]]) -> list[int]: ...
     def chat_continue(self, message: dict[str, str], *, ended: bool) -> list[int]: ...
+    def after_reply(self, ids: list[int], *, ended: bool) -> list[int]: ...
 
 
 class Rollout:
@@ -142,9 +143,8 @@ class Rollout:
         if self.phase != "acting":
             return None
         self._record(outcome)
-        message = {"role": "user", "content": outcome.observation}
         ending = self._ending_after(outcome)
-        given = [] if ending else self._tokenizer.chat_continue(message, ended=self._turn_ended())
+        given = [] if ending else self._given(outcome)
         if ending is None and self._room() - len(given) < 1:
             ending = "length"
         if ending is not None:
@@ -205,6 +205,12 @@ class Rollout:
         """The model itself closed its turn."""
         ids = self.trajectory.token_ids
         return len(ids) > self._turn_start and ids[-1] == self._tokenizer.end_of_turn_id
+
+    def _given(self, outcome: EnvOutcome) -> list[int]:
+        """What the model reads next; the ids that came along are those that the tokenizer would make of the observation."""
+        if outcome.token_ids is not None:
+            return self._tokenizer.after_reply(outcome.token_ids, ended=self._turn_ended())
+        return self._tokenizer.chat_continue({"role": "user", "content": outcome.observation}, ended=self._turn_ended())
 
     def _append_given(self, ids: Sequence[int]) -> None:
         record, count = self.trajectory, len(ids)

@@ -30,7 +30,7 @@ from pearl.config import EnvOptions
 from pearl.rl.envs import registry
 from pearl.rl.envs.base import EnvOutcome
 from pearl.rl.envs.host import PROGRESS_BYTES, Progress
-from pearl.rl.envs.wire import Answer, Answers, Batch, Discard, Ready, Replay, Reset, Step, ToPool, fingerprint
+from pearl.rl.envs.wire import Answer, Answers, Batch, Discard, Ready, Replay, Reset, Step, ToPool, Words, fingerprint
 
 MAX_REPLAYS = 2
 """An episode that lost its process more often than this, nobody knows why, ends with an error."""
@@ -89,7 +89,7 @@ class _HostProcess:
         self._progress_file.write_bytes(bytes(PROGRESS_BYTES))
         self.progress = Progress(str(self._progress_file))
         self.token = f"env-{self._index}-{secrets.token_hex(8)}"
-        self.ready = self.killed = False
+        self.ready = self.killed = self.learned = False
         self.queue: list[tuple[Item | Discard, _Episode]] = []
         self.asked: dict[int, tuple[Item, _Episode]] = {}
         self.seen, self.seen_at, self.spoken_at = 0, now, now
@@ -159,11 +159,21 @@ class EnvironmentPool:
         self.ends = [self._server]
         self._episodes: dict[str, _Episode] = {}
         self._outcomes: list[EnvOutcome] = []
+        self._words: Words | None = None
         log_path = Path(log_dir).resolve()
         log_path.mkdir(parents=True, exist_ok=True)
         self._hosts = [_HostProcess(index, log_path, self._popen) for index in range(options.workers)]
         for host in self._hosts:
             host.start(clock.now())
+
+    def learn(self, words: Words) -> None:
+        """From now on outcomes come with the ids of their observations, as a rule. ValueError once episodes have begun."""
+        if self._episodes:
+            raise ValueError(f"{len(self._episodes)} episodes have begun: say how a model reads before")
+        self._words = words
+        for host in self._hosts:
+            if host.ready:
+                self._teach(host, words, self._clock.now())
 
     def reset(self, episode_id: str, seed: int) -> None:
         """Begins an episode; ValueError if one of this id is alive."""
@@ -264,13 +274,21 @@ class EnvironmentPool:
             host = hosts.get(token)
             if host is None:
                 continue
-            if isinstance(message, Ready):
+            if isinstance(message, Ready) and self._words is not None and not host.learned:
+                self._teach(host, self._words, now)
+            elif isinstance(message, Ready):
                 host.ready, host.failed_starts = True, 0
                 self._send(host, now)
             elif isinstance(message, Answers):
                 self.seconds += message.seconds
                 for answer in message.answers:
                     self._take(host, answer)
+
+    def _teach(self, host: _HostProcess, words: Words, now: float) -> None:
+        """Reading a large tokenizer takes a second or two, which no episode's time counts: it is not ready meanwhile."""
+        host.learned, host.ready, host.seen_at = True, False, now
+        with contextlib.suppress(ChannelError):  # the process is gone, and is replaced
+            self._server.send(host.token, words)
 
     def _take(self, host: _HostProcess, answer: Answer) -> None:
         item, episode = host.asked.pop(answer.serial, (None, None))
@@ -292,6 +310,7 @@ class EnvironmentPool:
                     terminated=answer.terminated,
                     truncated=answer.truncated,
                     info=answer.info,
+                    token_ids=answer.token_ids,
                 )
             )
 
