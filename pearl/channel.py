@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 EVENTS, POLLIN, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+FIRST = int(zmq.SNDMORE) | NOBLOCK
 """As plain numbers: flags of an enumeration cost more than the system calls that they are for."""
 HIGH_WATER = 100_000
 """Messages queued for one peer before sending to it is an error."""
@@ -59,7 +60,9 @@ class Server:
     def send(self, peer: str, message: Any) -> None:
         """Queues a message for a peer; ChannelError if it is unknown or its queue is full."""
         try:
-            self.socket.send_multipart([peer.encode(), self._encoder.encode(message)], NOBLOCK)
+            payload = self._encoder.encode(message)
+            self.socket.send(peer.encode(), FIRST)  # the second frame cannot fail if this one did not
+            self.socket.send(payload, NOBLOCK)
         except (zmq.Again, zmq.ZMQError) as error:
             raise ChannelError(f"peer {peer!r} cannot be reached: {error}") from None
 

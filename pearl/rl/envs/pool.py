@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
@@ -39,6 +40,8 @@ MAX_FAILED_STARTS = 3
 MAX_NOTICES = 5
 """Kinds of errors that are told; an environment that finds ever new words for them must not fill the screen."""
 START_LIMIT_S = 60.0
+CHECK_EVERY_S = 0.02
+"""How often processes are looked after; asking the system costs more than most messages."""
 KEEPALIVE_S = 60.0
 CLOSE_LIMIT_S = 2.0
 
@@ -160,19 +163,21 @@ class EnvironmentPool:
         self._episodes: dict[str, _Episode] = {}
         self._outcomes: list[EnvOutcome] = []
         self._words: Words | None = None
+        self._checked = -math.inf
         log_path = Path(log_dir).resolve()
         log_path.mkdir(parents=True, exist_ok=True)
         self._hosts = [_HostProcess(index, log_path, self._popen) for index in range(options.workers)]
         for host in self._hosts:
             host.start(clock.now())
 
-    def learn(self, words: Words) -> None:
-        """From now on outcomes come with the ids of their observations, as a rule. ValueError once episodes have begun."""
+    def learn(self, words: Words | None) -> None:
+        """From now on outcomes come with the ids of their observations, as a rule; without words they do not. ValueError once
+        episodes have begun."""
         if self._episodes:
             raise ValueError(f"{len(self._episodes)} episodes have begun: say how a model reads before")
         self._words = words
         for host in self._hosts:
-            if host.ready:
+            if host.ready and words is not None:
                 self._teach(host, words, self._clock.now())
 
     def reset(self, episode_id: str, seed: int) -> None:
@@ -214,6 +219,13 @@ class EnvironmentPool:
         EnvironmentPoolError if the environment's process cannot be started at all.
         """
         self._receive(now)
+        if now - self._checked >= CHECK_EVERY_S:
+            self._checked = now
+            self._check(now)
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def _check(self, now: float) -> None:
         for host in self._hosts:
             code = host.process.poll()
             if code is not None:
@@ -226,8 +238,6 @@ class EnvironmentPool:
                     self._replace(host, f"no answer within timeout_s={self._options.timeout_s:g}", now)
             elif host.ready and now - host.spoken_at > KEEPALIVE_S:
                 self._send(host, now)
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes
 
     def close(self) -> None:
         """Ends the processes: asked first, so that environments can close, killed after CLOSE_LIMIT_S."""
