@@ -8,7 +8,7 @@ and the same text. Torch-free, and free of transformers: the library that it nee
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -42,6 +42,17 @@ class Joint(msgspec.Struct, frozen=True, kw_only=True):
         return self.before + tokenizer.plain_ids(self.head + content + self.tail, first=False) + self.after
 
 
+class _Table(dict[int, bytes]):
+    """Finds out what it is first asked for."""
+
+    def __init__(self, find: Callable[[int], bytes]) -> None:
+        self._find = find
+
+    def __missing__(self, token_id: int) -> bytes:
+        self[token_id] = found = self._find(token_id)
+        return found
+
+
 class PlainTokenizer:
     """`backend`: a `tokenizers.Tokenizer`, which is the caller's no more."""
 
@@ -68,7 +79,8 @@ class PlainTokenizer:
         """Ids of the byte fall-back tokens "<0x00>" to "<0xFF>", if the tokenizer has them."""
         self._fallback_byte = {token_id: bytes([byte]) for byte, token_id in enumerate(self.byte_tokens)}
         self._byte_of = byte_alphabet()
-        self._bytes: dict[int, bytes] = {}
+        self._bytes = _Table(self._bytes_of)
+        self._shown = _Table(lambda token_id: b"" if token_id in self.special_ids else self._bytes[token_id])
 
     @classmethod
     def from_json(cls, text: str) -> PlainTokenizer:
@@ -110,6 +122,9 @@ class PlainTokenizer:
         A maximal invalid sequence of bytes becomes one U+FFFD, whatever stands beside it.
         """
         try:
+            if self.is_byte_level:  # what the library does too, in a tenth of the time
+                spelled = self._shown if skip_special_tokens else self._bytes
+                return b"".join(map(spelled.__getitem__, token_ids)).decode("utf-8", "replace")
             text = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         except OverflowError:
             worst = next(token_id for token_id in token_ids if not 0 <= token_id < 2**32)
@@ -135,12 +150,11 @@ class PlainTokenizer:
 
         Known for every token of a byte-level tokenizer, of others only for byte fall-back tokens ("<0x0A>"); else empty.
         """
-        found = self._bytes.get(token_id)
-        if found is None:
-            token = self._backend.id_to_token(token_id) or ""
-            fallback = self._fallback_byte.get(token_id, b"")
-            found = self._bytes[token_id] = self._spelled(token) if self.is_byte_level else fallback
-        return found
+        return self._bytes[token_id]
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        fallback = self._fallback_byte.get(token_id, b"")
+        return self._spelled(self._backend.id_to_token(token_id) or "") if self.is_byte_level else fallback
 
     def _spelled(self, token: str) -> bytes:
         # A token with any character outside the byte alphabet is an added one that stands for itself.

@@ -223,8 +223,9 @@ class Controller:
         The first comes before the wait: between two turns a step may have ended, after which nothing arrives by itself.
         """
         self._let_start()
-        if self._waiter.wait(timeout_s) and (early := self._turned + self._gather_s - self.clock.now()) > 0:
+        if (early := self._turned + self._gather_s - self.clock.now()) > 0:
             time.sleep(early)
+        self._waiter.wait(timeout_s)
         messages, events = [message for _, message in self.server.receive()], self.externals.receive()
         for message in messages:
             self._take(message)

@@ -164,6 +164,13 @@ class Rollout:
         self._attempt += 1
         return self._request()
 
+    def complete(self) -> str | None:
+        """The text of an open turn whose end was not heard, if it can get no more tokens: it goes to the environment."""
+        if self.phase not in ("interrupted", "generating") or (self._budget() > 0 and not self._turn_ended()):
+            return None
+        self.request_id = None
+        return self._complete_turn()
+
     def fail(self, error: str) -> None:
         """Ends the episode as failed; it will not be trained on. `error` is one line."""
         if self.phase == "finished":

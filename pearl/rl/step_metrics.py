@@ -160,6 +160,7 @@ class EpisodeRows:
 def episode_row(trajectory: Trajectory) -> dict[str, Any]:
     """What a trajectory was, without its first prompt as text. `logprobs` are of the sampled tokens alone, those with loss
     mask 1."""
+    versions = set(trajectory.weight_versions)
     return {
         "trajectory_id": trajectory.trajectory_id,
         "env_seed": trajectory.env_seed,
@@ -170,6 +171,6 @@ def episode_row(trajectory: Trajectory) -> dict[str, Any]:
         "turns": trajectory.turns,
         "token_ids": trajectory.token_ids,
         "loss_mask": trajectory.loss_mask,
-        "logprobs": np.round(list(compress(trajectory.logprobs, trajectory.loss_mask)), 4).tolist(),
-        "weight_versions": [trajectory.oldest_version, max(trajectory.weight_versions, default=-1)],
+        "logprobs": np.array(list(compress(trajectory.logprobs, trajectory.loss_mask))).round(4).tolist(),
+        "weight_versions": [min(versions - {-1}, default=-1), max(versions, default=-1)],
     }

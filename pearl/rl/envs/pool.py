@@ -40,7 +40,7 @@ MAX_FAILED_STARTS = 3
 MAX_NOTICES = 5
 """Kinds of errors that are told; an environment that finds ever new words for them must not fill the screen."""
 START_LIMIT_S = 60.0
-CHECK_EVERY_S = 0.02
+CHECK_EVERY_S = 0.05
 """How often processes are looked after; asking the system costs more than most messages."""
 KEEPALIVE_S = 60.0
 CLOSE_LIMIT_S = 2.0
@@ -279,8 +279,10 @@ class EnvironmentPool:
             self._server.send(host.token, Batch(items))
 
     def _receive(self, now: float) -> None:
+        if not (messages := self._server.receive()):
+            return
         hosts = {host.token: host for host in self._hosts}
-        for token, message in self._server.receive():
+        for token, message in messages:
             host = hosts.get(token)
             if host is None:
                 continue
