@@ -131,16 +131,21 @@ class Client:
 
 
 class Waiter:
-    """Waits on the same ends again and again."""
+    """Waits on the same ends again and again. `came`: whether the last wait found something at one of them."""
 
     def __init__(self, ends: Iterable[Server | Client | zmq.Socket]) -> None:
         self._poller = zmq.Poller()
+        self._found: dict[Any, int] = {}
         for end in ends:
             self._poller.register(end if isinstance(end, zmq.Socket) else end.socket, POLLIN)
 
     def wait(self, timeout_s: float) -> bool:
         """Until one of the ends has something to receive; False if `timeout_s` passed first."""
-        return bool(self._poller.poll(int(max(0.0, timeout_s) * 1000)))
+        self._found = dict(self._poller.poll(int(max(0.0, timeout_s) * 1000)))
+        return bool(self._found)
+
+    def came(self, end: Server | Client) -> bool:
+        return end.socket in self._found
 
 
 def wait(ends: Iterable[Server | Client | zmq.Socket], timeout_s: float) -> bool:

@@ -304,12 +304,7 @@ class Config:
     @property
     def report_s(self) -> float:
         """`rollout.report_s`, at the pace of the job: emulated devices may be slowed down."""
-        return self.rollout.report_s * self.pace
-
-    @property
-    def pace(self) -> float:
-        """So many times as long as on devices does everything take: emulated ones may be slowed down."""
-        return self.emulation.slowdown if self.emulated is not None else 1.0
+        return self.rollout.report_s * (self.emulation.slowdown if self.emulated is not None else 1.0)
 
 
 def nearest_multiples(value: int, of: int) -> str:

@@ -17,7 +17,6 @@ import operator
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -71,9 +70,6 @@ STATUS_EVERY_S = 1.0
 LOOK_EVERY_S = 0.05
 """How often time passes for those who wait for it, if nothing comes but tokens and what environments say."""
 EVERYDAY = (Tokens, Report, Pong)
-GATHER_S, GATHER_MOST_S = 0.0003, 0.005
-"""How soon the loop turns again, per serving rank and at most: the more there are the more comes at about the same time, and
-taking two messages at once costs little more than one."""
 
 
 class JobFailed(RuntimeError):
@@ -104,8 +100,7 @@ class Controller:
         """Why nothing can be played, and why workers cannot join."""
         self.externals = self._open_door(run / JOIN_ADDRESS)
         self.cluster = Cluster(self, self.externals, Router(), self.clock.now())
-        self._gather_s = min(GATHER_MOST_S, GATHER_S * (len(layout.serving) - 1)) * config.pace
-        self._turned = self._looked = -math.inf
+        self._looked = -math.inf
         self._waiter = Waiter([self.server, *self.pool.ends, *self.externals.ends])
         self._tokenizer: Tokenizer | None = None
         self._system_prompt = ""
@@ -223,10 +218,9 @@ class Controller:
         The first comes before the wait: between two turns a step may have ended, after which nothing arrives by itself.
         """
         self._let_start()
-        if (early := self._turned + self._gather_s - self.clock.now()) > 0:
-            time.sleep(early)
         self._waiter.wait(timeout_s)
-        messages, events = [message for _, message in self.server.receive()], self.externals.receive()
+        messages = [message for _, message in self.server.receive()] if self._waiter.came(self.server) else []
+        events = self.externals.receive()
         for message in messages:
             self._take(message)
         for event in events:
@@ -246,7 +240,6 @@ class Controller:
                 self.activity.note_roles(self.cluster.roles(), now)
             self._watch(now)
         self._let_start()
-        self._turned = now
 
     def _let_start(self) -> None:
         if self.collector is not None and self.training is not None:
