@@ -137,11 +137,11 @@ def test_the_record_is_the_conversation_as_the_template_renders_it() -> None:
 @pytest.mark.parametrize("ids", [[*words("ab"), END], words("ab")], ids=["ended", "cut"])
 def test_ids_that_come_with_an_observation_are_those_of_the_tokenizer(ids: list[int]) -> None:
     records = []
-    for given in (None, [NEWLINE, *TOKENIZER.render([{"role": "user", "content": "p"}])]):
+    for come in (None, [NEWLINE, *TOKENIZER.render([{"role": "user", "content": "p"}])]):
         rollout = new_rollout(max_tokens=len(ids))
         request = rollout.start("o")
         assert rollout.on_update(update(request, ids, "length")) == "ab"
-        assert rollout.on_outcome(said("p", token_ids=given)) is not None
+        assert rollout.on_outcome(said("p", token_ids=come)) is not None
         records.append(rollout.trajectory)
     assert records[0] == records[1]
 
