@@ -277,7 +277,7 @@ class Collector:
     def _ask(self, request: NewRequest | None) -> None:
         if request is None:
             return
-        length = len(request.prompt_token_ids)
+        length = request.prompt_len
         worker = self._router.place(trajectory_of(request.request_id), length)
         if worker is None:
             self._unplaced.append(request)

@@ -13,6 +13,7 @@ says what to send. Invariants
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -67,6 +68,8 @@ class Rollout:
         self._tokenizer, self._options = tokenizer, options
         self._max_turns, self._max_model_len = env.max_turns, max_model_len
         self._seed, self._system_prompt, self._example = seed, system_prompt, example
+        self._packed = array("i", trajectory.token_ids)
+        """The same ids side by side: every turn sends all of them, and in a list each has a place of its own in memory."""
         self._turn_start = 0
         self._attempt = 0
 
@@ -197,8 +200,8 @@ class Rollout:
             stop_token_ids=[self._tokenizer.end_of_turn_id],
             seed=request_seed(self._seed, self.trajectory_id, turn, attempt),
         )
-        prompt = list(self.trajectory.token_ids)
-        return NewRequest(request_id=self.request_id, prompt_token_ids=prompt, params=params, session_id=self.trajectory_id)
+        prompt = self._packed.tobytes()
+        return NewRequest(request_id=self.request_id, prompt=prompt, params=params, session_id=self.trajectory_id)
 
     def _room(self) -> int:
         return self._max_model_len - len(self.trajectory.token_ids)
@@ -221,6 +224,7 @@ class Rollout:
 
     def _append_given(self, ids: Sequence[int]) -> None:
         record, count = self.trajectory, len(ids)
+        self._packed.extend(ids)
         record.token_ids.extend(ids)
         record.loss_mask.extend([0] * count)
         record.logprobs.extend([0.0] * count)
@@ -228,6 +232,7 @@ class Rollout:
 
     def _append_sampled(self, update: TokenUpdate) -> None:
         record = self.trajectory
+        self._packed.extend(update.token_ids)
         record.token_ids.extend(update.token_ids)
         record.loss_mask.extend([1] * len(update.token_ids))
         record.logprobs.extend(update.logprobs)

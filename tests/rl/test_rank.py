@@ -25,6 +25,7 @@ from pearl.protocol import (
     Tokens,
     TrainStep,
     Wake,
+    packed,
 )
 from pearl.rl.rank import RankLoop
 from pearl.rl.serving import Serving
@@ -157,7 +158,7 @@ def train(number, step=1):
 
 
 def submit(name, prompt):
-    return Submit(requests=[NewRequest(request_id=name, prompt_token_ids=prompt, params=SamplingParams(seed=1))])
+    return Submit(requests=[NewRequest(request_id=name, prompt=packed(prompt), params=SamplingParams(seed=1))])
 
 
 def test_commands_run_in_order_and_are_answered():
