@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -31,7 +31,7 @@ class Joint(msgspec.Struct, frozen=True, kw_only=True):
     strip: tuple[bool, bool]
 
     @staticmethod
-    def takes(content: Any) -> bool:
+    def takes(content: Any) -> TypeGuard[str]:
         """Whether this is content around which a template writes what it writes around any other."""
         return isinstance(content, str) and bool(content) and not content.isspace()
 
