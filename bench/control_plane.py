@@ -30,12 +30,14 @@ from pearl.metrics.jsonl import read_jsonl
 WORKERS = 16
 TARGET = 0.02
 LIMIT_S = 900.0
+HEARTBEAT_S = 2.0
+"""The default, of the devices' seconds."""
 LOOK_S = 0.2
 COMMON = [
     "device=emulated:qwen3-8b-h800", "env.name=bench.long_turns:LongTurns", "env.max_turns=20", "cluster.train_ranks=1",
     "rollout_batch_size=64", "group_size=8", "optimizer.mini_batch_size=64", "max_staleness=1", "model.max_position=32768",
     "engine.max_model_len=32768", "rollout.max_tokens=1000", "emulation.train_token_s=2e-6", "emulation.publish_s=0.05",
-    "pd.mode=mixed", "borrow.workers=none", "timeouts.join_s=300", "timeouts.silence_s=60",
+    "pd.mode=mixed", "borrow.workers=none", "timeouts.join_s=300", "timeouts.silence_s=120",
 ]  # fmt: skip
 
 
@@ -44,6 +46,7 @@ def run(given: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         own = [f"emulation.slowdown={given.slowdown}", f"max_steps={given.steps}", f"output_dir={folder / 'runs'}"]
+        own += [f"timeouts.heartbeat_s={HEARTBEAT_S * given.slowdown}"]
         own += [f"env.options={json.dumps({'turns': given.turns})}"]
         own += [] if given.report is None else [f"rollout.report_s={given.report}"]
         options = [part for value in [*COMMON, *own] for part in ("--set", value)]

@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 EVENTS, POLLIN, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+FIRST = int(zmq.SNDMORE) | NOBLOCK
 """As plain numbers: flags of an enumeration cost more than the system calls that they are for."""
 HIGH_WATER = 100_000
 """Messages queued for one peer before sending to it is an error."""
@@ -59,7 +60,9 @@ class Server:
     def send(self, peer: str, message: Any) -> None:
         """Queues a message for a peer; ChannelError if it is unknown or its queue is full."""
         try:
-            self.socket.send_multipart([peer.encode(), self._encoder.encode(message)], NOBLOCK)
+            payload = self._encoder.encode(message)
+            self.socket.send(peer.encode(), FIRST)  # the second frame cannot fail if this one did not
+            self.socket.send(payload, NOBLOCK)
         except (zmq.Again, zmq.ZMQError) as error:
             raise ChannelError(f"peer {peer!r} cannot be reached: {error}") from None
 
@@ -128,16 +131,21 @@ class Client:
 
 
 class Waiter:
-    """Waits on the same ends again and again."""
+    """Waits on the same ends again and again. `came`: whether the last wait found something at one of them."""
 
     def __init__(self, ends: Iterable[Server | Client | zmq.Socket]) -> None:
         self._poller = zmq.Poller()
+        self._found: dict[Any, int] = {}
         for end in ends:
             self._poller.register(end if isinstance(end, zmq.Socket) else end.socket, POLLIN)
 
     def wait(self, timeout_s: float) -> bool:
         """Until one of the ends has something to receive; False if `timeout_s` passed first."""
-        return bool(self._poller.poll(int(max(0.0, timeout_s) * 1000)))
+        self._found = dict(self._poller.poll(int(max(0.0, timeout_s) * 1000)))
+        return bool(self._found)
+
+    def came(self, end: Server | Client) -> bool:
+        return end.socket in self._found
 
 
 def wait(ends: Iterable[Server | Client | zmq.Socket], timeout_s: float) -> bool:

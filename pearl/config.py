@@ -153,7 +153,7 @@ class RolloutOptions:
     max_tokens: int = 16
     request_timeout_s: float = 120.0
     redundancy: int = 0
-    report_s: float = 0.25
+    report_s: float = 0.5
 
     def __post_init__(self) -> None:
         above_zero(self, "rollout", "request_timeout_s")

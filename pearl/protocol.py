@@ -12,6 +12,8 @@ request traffic (`Submit`, `Abort`); ranks send `Event`s.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -42,19 +44,38 @@ from pearl.kv_transfer import KVTransfer as KVTransfer
 from pearl.kv_transfer import RequestState as RequestState
 from pearl.sampling_params import SamplingParams as SamplingParams
 
+PACKED_BYTES = array("i").itemsize
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 # ---------------------------------------------------------------------------------------------------- request traffic
 
 
+def packed(ids: Iterable[int]) -> bytes:
+    """Token ids as they travel where there are many: 4 bytes each. OverflowError for what is none."""
+    return array("i", ids).tobytes()
+
+
+def unpacked(ids: bytes) -> list[int]:
+    """The other way round; ValueError for what `packed` does not give."""
+    return array("i", ids).tolist()
+
+
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation to start on the receiving worker; `params.seed` is always set by the controller."""
+    """One generation to start on the receiving worker; `params.seed` is always set by the controller. `prompt` is `packed`."""
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt: bytes
     params: SamplingParams
     session_id: str | None = None
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return unpacked(self.prompt)
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt) // PACKED_BYTES
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):

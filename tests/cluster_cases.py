@@ -63,7 +63,10 @@ class Letters:
         return [number for message in messages for number in [*self.encode(message["content"]), END]]
 
     def chat_continue(self, message: dict[str, str], *, ended: bool) -> list[int]:
-        return [*([] if ended else [END]), *self.encode(message["content"]), END]
+        return self.after_reply([*self.encode(message["content"]), END], ended=ended)
+
+    def after_reply(self, ids: list[int], *, ended: bool) -> list[int]:
+        return [*([] if ended else [END]), *ids]
 
 
 class Episodes:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from pearl import protocol
-from pearl.protocol import NewRequest, SamplingParams, Submit, ToController, ToRank
+from pearl.protocol import NewRequest, SamplingParams, Submit, ToController, ToRank, packed, unpacked
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,21 @@ def test_unknown_parameters_are_refused_with_the_valid_ones():
         SamplingParams.from_dict({"temprature": 1.0})
 
 
+def test_prompts_travel_as_they_are_and_broken_ones_are_refused():
+    ids = [0, 1, 255, 256, 151_642, 2**31 - 1]
+    request = NewRequest(request_id="a", prompt=packed(ids), params=SamplingParams())
+    [other] = msgspec.msgpack.decode(msgspec.msgpack.encode(Submit(requests=[request])), type=ToRank).requests
+    assert (other.prompt_token_ids, other.prompt_len) == (ids, len(ids))
+    assert unpacked(packed([])) == []
+    with pytest.raises(OverflowError):
+        packed([2**31])
+    with pytest.raises(ValueError, match="multiple of item size"):
+        unpacked(b"12345")
+
+
 def test_a_bad_value_is_refused_on_the_wire_too():
-    request = NewRequest(request_id="a", prompt_token_ids=[1], params=SamplingParams())
-    good = msgspec.to_builtins(Submit(requests=[request]))
+    request = NewRequest(request_id="a", prompt=packed([1]), params=SamplingParams())
+    good = msgspec.to_builtins(Submit(requests=[request]), builtin_types=(bytes,))
     good["requests"][0]["params"]["top_p"] = 7.0
     with pytest.raises(msgspec.ValidationError, match="top_p"):
         msgspec.msgpack.decode(msgspec.msgpack.encode(good), type=ToRank)
@@ -57,7 +69,7 @@ def test_a_bad_value_is_refused_on_the_wire_too():
 
 def _example(kind: type) -> object:
     """An instance with a plausible value in every field that has no default."""
-    plain = {int: 3, str: "s", float: 0.5, bool: True}
+    plain = {int: 3, str: "s", bytes: b"four", float: 0.5, bool: True}
     values = {}
     for field in msgspec.structs.fields(kind):
         if not field.required:

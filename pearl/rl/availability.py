@@ -21,10 +21,10 @@ from pathlib import Path
 from pearl import config as configuration
 from pearl.config import ElasticOptions
 from pearl.rl import process
+from pearl.rl.door import JOIN_ADDRESS
 from pearl.sched.sim.availability import NodeChange, read_trace
 
 POLL_S = 0.1
-JOIN_ADDRESS = "join_address"
 
 
 class Nodes:

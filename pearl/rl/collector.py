@@ -182,12 +182,16 @@ class Collector:
             self._end_of(end)
 
     def requeue(self, sessions: Iterable[str]) -> None:
-        """The worker of these sessions' requests is gone: they are placed again, from their last token."""
+        """The worker of these sessions' requests is gone: they are placed again, from their last token, if that was not all."""
         for session in sessions:
             rollout = self._rollouts.get(session)
             if rollout is not None and rollout.request_id is not None:
                 self.counts["requeued"] += 1
-                self._ask(rollout.resume())
+                action = rollout.complete()
+                if action is not None:
+                    self._pool.step(session, action)
+                else:
+                    self._ask(rollout.resume())
 
     def poll_environments(self, now: float) -> None:
         """Takes what the environments answered."""
@@ -273,7 +277,7 @@ class Collector:
     def _ask(self, request: NewRequest | None) -> None:
         if request is None:
             return
-        length = len(request.prompt_token_ids)
+        length = request.prompt_len
         worker = self._router.place(trajectory_of(request.request_id), length)
         if worker is None:
             self._unplaced.append(request)

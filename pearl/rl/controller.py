@@ -11,9 +11,11 @@ without gaps; every wait has a deadline with a name; whatever happens, the ranks
 from __future__ import annotations
 
 import dataclasses
+import gc
+import math
+import operator
 import os
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -35,10 +37,11 @@ from pearl.protocol import (
     Hello,
     Interrupted,
     Join,
-    Kill,
     Notice,
     Ping,
+    Pong,
     Ready,
+    Report,
     StepReport,
     Stop,
     ToController,
@@ -48,9 +51,12 @@ from pearl.rl import process
 from pearl.rl.activity import Activity
 from pearl.rl.cluster import Cluster
 from pearl.rl.collector import Collector
+from pearl.rl.dead_ranks import first_cause, kill_ranks
+from pearl.rl.door import JOIN_ADDRESS, write_invitation
 from pearl.rl.envs import registry as environments
 from pearl.rl.envs.base import example_of, system_prompt_of
 from pearl.rl.envs.pool import EnvironmentPool
+from pearl.rl.envs.wire import words_for
 from pearl.rl.heartbeat import LONGEST_GAP_S, Heartbeat
 from pearl.rl.layout import JobLayout
 from pearl.rl.members import Externals, name_of, number_of
@@ -61,9 +67,9 @@ from pearl.sched.router import Router
 
 POLL_S = 0.2
 STATUS_EVERY_S = 1.0
-LONGEST_ECHO = 90
-JOIN_ADDRESS = "join_address"
-"""The file of a run directory that says where workers may join."""
+LOOK_EVERY_S = 0.05
+"""How often time passes for those who wait for it, if nothing comes but tokens and what environments say."""
+EVERYDAY = (Tokens, Report, Pong)
 
 
 class JobFailed(RuntimeError):
@@ -79,8 +85,7 @@ class Controller:
 
     def __init__(self, config: Config, run: Path, folder: Path, layout: JobLayout, checkpoint: Path | None) -> None:
         self.config, self.checkpoint = config, checkpoint
-        self.run, self.folder = run, folder
-        self.layout = layout
+        self.run, self.folder, self.layout = run, folder, layout
         self.clock: Clock = WallClock()
         self.context = zmq.Context()
         self.server = Server(self.context, "tcp://127.0.0.1:0", ToController)
@@ -91,11 +96,11 @@ class Controller:
         self.activity = Activity(trace if config.trace else None, self.clock.now())
         self.interrupted_by: int | None = None
         self.outlet: int | None = None
-        self._unprepared = "prepare() was not called"
-        self._shut = ""
-        """Why workers cannot join."""
+        self._unprepared, self._shut = "prepare() was not called", ""
+        """Why nothing can be played, and why workers cannot join."""
         self.externals = self._open_door(run / JOIN_ADDRESS)
         self.cluster = Cluster(self, self.externals, Router(), self.clock.now())
+        self._looked = -math.inf
         self._waiter = Waiter([self.server, *self.pool.ends, *self.externals.ends])
         self._tokenizer: Tokenizer | None = None
         self._system_prompt = ""
@@ -106,8 +111,8 @@ class Controller:
         self._done: dict[int, dict[int, Done]] = {}
         self._number = 0
         self._waiting_for, self._waiting_since, self._status_at = "", self.clock.now(), self.clock.now()
-        timeouts = config.timeouts
-        self._heartbeat = Heartbeat(every_s=timeouts.heartbeat_s, silence_s=timeouts.silence_s, now=self.clock.now())
+        limits = config.timeouts
+        self._heartbeat = Heartbeat(every_s=limits.heartbeat_s, silence_s=limits.silence_s, now=self.clock.now())
 
     # ------------------------------------------------------------------------------------------------- the job
 
@@ -127,6 +132,7 @@ class Controller:
         env = self.config.env
         try:
             self._tokenizer = Tokenizer.from_folder(self.folder)
+            self.pool.learn(words_for(self._tokenizer))
             environment = environments.make(env.name, **environments.constructor_options(env))
             self._system_prompt, self._example = system_prompt_of(environment), example_of(environment)
         except Exception as error:  # users' environments are made here too
@@ -149,24 +155,16 @@ class Controller:
             reason = self.training.run(self.checkpoint)
             return Stop(number=self._number, reason=reason, exit_code=0)
         except JobFailed as failure:
-            return Stop(number=self._number, reason=self._first_cause(str(failure)), exit_code=failure.exit_code)
+            return Stop(number=self._number, reason=self._explained(str(failure)), exit_code=failure.exit_code)
         except (ChannelError, ValueError) as error:
             traceback.print_exc()
-            return Stop(number=self._number, reason=self._first_cause(f"failed: {error}"), exit_code=1)
+            return Stop(number=self._number, reason=self._explained(f"failed: {error}"), exit_code=1)
         except Exception as error:  # a fault of ours; the ranks must not wait for their time-out to learn of it
             traceback.print_exc()
             return Stop(number=self._number, reason=f"failed: {type(error).__name__}: {error}", exit_code=1)
 
-    def _first_cause(self, reason: str) -> str:
-        """A rank that has died explains whatever its peers or the launcher say afterwards, of which the beginning will do."""
-        here = socket.gethostname()
-        others = [hello for hello in self._hellos.values() if hello.rank not in self._killed]
-        dead = [hello for hello in others if hello.host == here and not process.is_alive(hello.pid)]
-        if not dead:
-            return reason
-        print(reason, flush=True)
-        then = reason if len(reason) <= LONGEST_ECHO else reason[:LONGEST_ECHO] + "..."
-        return f"{', '.join(f'rank {hello.rank} (pid {hello.pid}) died' for hello in dead)}; then {then}"
+    def _explained(self, reason: str) -> str:
+        return first_cause(reason, [hello for hello in self._hellos.values() if hello.rank not in self._killed])
 
     def _new_collector(self, tokenizer: Tokenizer, max_model_len: int) -> Collector:
         training = self.config.rollout
@@ -190,12 +188,8 @@ class Controller:
     def _invite(self) -> None:
         """Says where external workers may join, to people and in the run directory."""
         if self.externals.invitation:
-            fresh = self.run / f".{JOIN_ADDRESS}"  # aside: who waits for the file reads all of it
-            fresh.unlink(missing_ok=True)
-            fresh.touch(mode=0o600)
-            fresh.write_text(self.externals.invitation + "\n")
-            fresh.replace(self.run / JOIN_ADDRESS)
-            self.notice(f"workers may join: python -m pearl.rl.join {self.run / JOIN_ADDRESS}")  # the token is in no log
+            path = write_invitation(self.run, self.externals.invitation)
+            self.notice(f"workers may join: python -m pearl.rl.join {path}")  # the token is in no log
             if self.externals.elsewhere:
                 self.notice(self.externals.elsewhere)
             self.cluster.invited()
@@ -225,20 +219,27 @@ class Controller:
         """
         self._let_start()
         self._waiter.wait(timeout_s)
-        for _, message in self.server.receive():
+        messages = [message for _, message in self.server.receive()] if self._waiter.came(self.server) else []
+        events = self.externals.receive()
+        for message in messages:
             self._take(message)
-        for event in self.externals.receive():
+        for event in events:
             self._take_external(event)
         if self.server.rejected:  # it may have been what a wait is for
             raise JobFailed("a message came that is none of this release: do all ranks run the same?")
         now = self.clock.now()
         if self.collector is not None:
             self.collector.poll_environments(now)
-        self.cluster.turn(now)
-        if self.cluster.changed():
-            self.activity.note_roles(self.cluster.roles(), now)
+        else:
+            self.pool.poll(now)  # nobody plays yet: it is told how the model reads
+        rare = events or self.externals.joins or not all(isinstance(one, EVERYDAY) for one in messages)
+        if rare or now - self._looked >= LOOK_EVERY_S:
+            self._looked = now
+            self.cluster.turn(now)
+            if self.cluster.changed():
+                self.activity.note_roles(self.cluster.roles(), now)
+            self._watch(now)
         self._let_start()
-        self._watch(now)
 
     def _let_start(self) -> None:
         if self.collector is not None and self.training is not None:
@@ -250,9 +251,9 @@ class Controller:
 
         With `renew`, the time starts again whenever its value changes: a wait that ends by silence, not by length.
         """
-        section, field = limit.split(".")
-        left = timeout_s = getattr(getattr(self.config, section), field)
+        left = timeout_s = operator.attrgetter(limit)(self.config)
         seen, last = renew() if renew else None, self.clock.now()
+        self._looked = -math.inf  # much may have changed since the last turn
         self._waiting_for, self._waiting_since = what, last
         while not ready():
             self.pump()
@@ -360,21 +361,13 @@ class Controller:
 
     def _kill(self, silent: list[int]) -> str:
         """Ends ranks that answer no more (a launcher would wait half a minute for a stopped one); returns the reason."""
-        here = socket.gethostname()
-        names, limit = ", ".join(map(str, silent)), self.config.timeouts.silence_s
-        reason = f"rank {names} silent for timeouts.silence_s={limit:g} s, killed"
+        limit = self.config.timeouts.silence_s
+        reason = f"rank {', '.join(map(str, silent))} silent for timeouts.silence_s={limit:g} s, killed"
         self._killed |= set(silent)
         print(reason, flush=True)
         if 0 in silent and self.outlet is not None:  # it cannot say so itself
             os.write(self.outlet, f"ended: {reason}\n".encode())
-        for rank in silent:
-            hello = self._hellos[rank]
-            if hello.host == here:
-                process.kill(hello.pid)
-                continue
-            others = [other.rank for other in self._hellos.values() if other.host == hello.host and other.rank not in silent]
-            if others:
-                self.send(min(others), Kill(pid=hello.pid))
+        kill_ranks(silent, self._hellos, self.send)
         return reason
 
 
@@ -388,6 +381,7 @@ def main(argv: list[str]) -> int:
     controller.outlet = outlet
     process.on_signals(lambda signum: setattr(controller, "interrupted_by", signum))
     controller.prepare()
+    gc.freeze()  # what was loaded stays, and need not be looked through again and again
     os.write(fd, controller.server.address.encode() + b"\n")
     os.close(fd)
     stop = controller.work()

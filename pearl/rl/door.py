@@ -8,9 +8,12 @@ strangers send costs a connection and this handshake, and refusing them is count
 from __future__ import annotations
 
 import secrets
+from pathlib import Path
 
 import zmq
 
+JOIN_ADDRESS = "join_address"
+"""The file of a run directory that says where workers may join."""
 USER, DOMAIN = b"worker", b"pearl"
 ZAP = "inproc://zeromq.zap.01"
 """Where ZeroMQ asks, in the context of the socket that is asked for."""
@@ -42,6 +45,15 @@ def server_options(largest: int) -> dict[int, int | bytes]:
 def client_options(token: str) -> dict[int, int | bytes]:
     """Of a worker's socket."""
     return {zmq.PLAIN_USERNAME: USER, zmq.PLAIN_PASSWORD: token.encode()}
+
+
+def write_invitation(run: Path, invitation: str) -> Path:
+    """The file that says where to join, for its owner alone."""
+    path, fresh = run / JOIN_ADDRESS, run / f".{JOIN_ADDRESS}"  # aside: who waits for the file reads all of it
+    fresh.unlink(missing_ok=True)
+    fresh.touch(mode=0o600)
+    fresh.write_text(invitation + "\n")
+    return fresh.replace(path)
 
 
 class Doorkeeper:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pearl.config import ModelOptions
-from pearl.engine.tokenizer import byte_alphabet
+from pearl.engine.plain_tokenizer import byte_alphabet
 
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")

@@ -13,6 +13,7 @@ says what to send. Invariants
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -34,6 +35,7 @@ class ChatTokenizer(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
     def chat_start(self, messages: Sequence[dict[str, str]]) -> list[int]: ...
     def chat_continue(self, message: dict[str, str], *, ended: bool) -> list[int]: ...
+    def after_reply(self, ids: list[int], *, ended: bool) -> list[int]: ...
 
 
 class Rollout:
@@ -66,6 +68,8 @@ class Rollout:
         self._tokenizer, self._options = tokenizer, options
         self._max_turns, self._max_model_len = env.max_turns, max_model_len
         self._seed, self._system_prompt, self._example = seed, system_prompt, example
+        self._packed = array("i", trajectory.token_ids)
+        """The same ids side by side: every turn sends all of them, and in a list each has a place of its own in memory."""
         self._turn_start = 0
         self._attempt = 0
 
@@ -142,9 +146,8 @@ class Rollout:
         if self.phase != "acting":
             return None
         self._record(outcome)
-        message = {"role": "user", "content": outcome.observation}
         ending = self._ending_after(outcome)
-        given = [] if ending else self._tokenizer.chat_continue(message, ended=self._turn_ended())
+        given = [] if ending else self._given(outcome)
         if ending is None and self._room() - len(given) < 1:
             ending = "length"
         if ending is not None:
@@ -163,6 +166,13 @@ class Rollout:
             return None
         self._attempt += 1
         return self._request()
+
+    def complete(self) -> str | None:
+        """The text of an open turn whose end was not heard, if it can get no more tokens: it goes to the environment."""
+        if self.phase not in ("interrupted", "generating") or (self._budget() > 0 and not self._turn_ended()):
+            return None
+        self.request_id = None
+        return self._complete_turn()
 
     def fail(self, error: str) -> None:
         """Ends the episode as failed; it will not be trained on. `error` is one line."""
@@ -190,8 +200,8 @@ class Rollout:
             stop_token_ids=[self._tokenizer.end_of_turn_id],
             seed=request_seed(self._seed, self.trajectory_id, turn, attempt),
         )
-        prompt = list(self.trajectory.token_ids)
-        return NewRequest(request_id=self.request_id, prompt_token_ids=prompt, params=params, session_id=self.trajectory_id)
+        prompt = self._packed.tobytes()
+        return NewRequest(request_id=self.request_id, prompt=prompt, params=params, session_id=self.trajectory_id)
 
     def _room(self) -> int:
         return self._max_model_len - len(self.trajectory.token_ids)
@@ -206,8 +216,15 @@ class Rollout:
         ids = self.trajectory.token_ids
         return len(ids) > self._turn_start and ids[-1] == self._tokenizer.end_of_turn_id
 
+    def _given(self, outcome: EnvOutcome) -> list[int]:
+        """What the model reads next; the ids that came along are those that the tokenizer would make of the observation."""
+        if outcome.token_ids is not None:
+            return self._tokenizer.after_reply(outcome.token_ids, ended=self._turn_ended())
+        return self._tokenizer.chat_continue({"role": "user", "content": outcome.observation}, ended=self._turn_ended())
+
     def _append_given(self, ids: Sequence[int]) -> None:
         record, count = self.trajectory, len(ids)
+        self._packed.extend(ids)
         record.token_ids.extend(ids)
         record.loss_mask.extend([0] * count)
         record.logprobs.extend([0.0] * count)
@@ -215,6 +232,7 @@ class Rollout:
 
     def _append_sampled(self, update: TokenUpdate) -> None:
         record = self.trajectory
+        self._packed.extend(update.token_ids)
         record.token_ids.extend(update.token_ids)
         record.loss_mask.extend([1] * len(update.token_ids))
         record.logprobs.extend(update.logprobs)

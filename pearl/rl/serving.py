@@ -33,6 +33,8 @@ from pearl.rl.token_report import TokenReport
 from pearl.rl.waking import Fetcher, SleepingTrainer, Waking
 
 REPORT_EVERY_S = 1.0
+"""How often a member tells its numbers, or `report_s` if that is longer: together with tokens, but never twice as late."""
+LONGEST_REPORT_S = 10.0
 DRY_WAIT_S = 0.001
 """How long the loop waits for messages after a step that gave nothing (all wait for others, or for KV to come)."""
 OFFERED_TOKENS = 50_000
@@ -103,6 +105,9 @@ class Serving:
         self._reported = 0.0
         self._told = 0
         """Messages with tokens so far."""
+        self._heard = 0
+        """How many of these there were when the numbers could have been told."""
+        self._every_s = max(REPORT_EVERY_S, min(report_s, LONGEST_REPORT_S))
         self._unsent = TokenReport(report_s)
 
     # ------------------------------------------------------------------------------------------------ the loop
@@ -162,7 +167,9 @@ class Serving:
     def report(self, now: float) -> None:
         """Tells its numbers if the last time is long enough ago, and tokens that are due."""
         self._tell()
-        if not self.active or now - self._reported < REPORT_EVERY_S:
+        wakes, self._heard = self._told == self._heard, self._told
+        passed = now - self._reported
+        if not self.active or passed < self._every_s * (2 if wakes else 1):  # who is awake hears more for less
             return
         self._reported = now
         stats = self.engine.stats()

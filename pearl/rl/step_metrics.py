@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,8 @@ TRAINER_METRICS = (
 """What a step's row takes over from the trainer."""
 
 
+PROMPTS_KEPT = 64
+"""First prompts of groups whose text is remembered."""
 WAITED_SHARE = 0.5
 """A batch was what the run waited for if so much of the time since the last one was spent waiting for it."""
 
@@ -45,7 +49,7 @@ def batch_metrics(batch: list[Group], weight_version: int) -> dict[str, Any]:
     members = [trajectory for group in batch for trajectory in group.trajectories]
     rewards = np.array([trajectory.reward for trajectory in members])
     turns = [turn for trajectory in members for turn in trajectory.turns]
-    staleness = [weight_version - trajectory.oldest_version for trajectory in members if trajectory.oldest_version >= 0]
+    staleness = [weight_version - oldest for trajectory in members if (oldest := trajectory.oldest_version) >= 0]
     flat = [len({trajectory.reward for trajectory in group.trajectories}) == 1 for group in batch]
     return {
         "reward_mean": float(rewards.mean()),
@@ -128,11 +132,35 @@ class StepMeter:
         self._engine_s, self._env_s = self._collector.engine_seconds, self._collector.env_seconds
         return row
 
-def episode_row(trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory as one line of trajectories.jsonl: text for people, ids for machines. Its `step` is when it ended.
+class EpisodeRows:
+    """Trajectories as lines of trajectories.jsonl: text for people, ids for machines. `decode` makes text of ids."""
 
-    `logprobs` are of the sampled tokens alone, those with loss mask 1.
-    """
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._prompts: dict[int, tuple[list[int], str]] = {}
+        """Of groups: ids of a first prompt and their text, the one asked for last at the end."""
+
+    def row(self, trajectory: Trajectory) -> dict[str, Any]:
+        """All but the `step` in which it ended."""
+        return {"prompt": self._prompt_of(trajectory)} | episode_row(trajectory)
+
+    def _prompt_of(self, trajectory: Trajectory) -> str:
+        """The text before the first sampled token. Siblings have the same, and end one after the other."""
+        mask = trajectory.loss_mask
+        ids = trajectory.token_ids[: mask.index(1)] if 1 in mask else trajectory.token_ids
+        known, text = self._prompts.pop(trajectory.group_id, ([], ""))
+        if known != ids:
+            text = self._decode(ids)
+        self._prompts[trajectory.group_id] = list(ids), text
+        if len(self._prompts) > PROMPTS_KEPT:
+            del self._prompts[next(iter(self._prompts))]
+        return text
+
+
+def episode_row(trajectory: Trajectory) -> dict[str, Any]:
+    """What a trajectory was, without its first prompt as text. `logprobs` are of the sampled tokens alone, those with loss
+    mask 1."""
+    versions = set(trajectory.weight_versions)
     return {
         "trajectory_id": trajectory.trajectory_id,
         "env_seed": trajectory.env_seed,
@@ -143,6 +171,6 @@ def episode_row(trajectory: Trajectory) -> dict[str, Any]:
         "turns": trajectory.turns,
         "token_ids": trajectory.token_ids,
         "loss_mask": trajectory.loss_mask,
-        "logprobs": np.round(np.array(trajectory.logprobs)[np.array(trajectory.loss_mask, dtype=bool)], 4).tolist(),
-        "weight_versions": [trajectory.oldest_version, max(trajectory.weight_versions, default=-1)],
+        "logprobs": np.array(list(compress(trajectory.logprobs, trajectory.loss_mask))).round(4).tolist(),
+        "weight_versions": [min(versions - {-1}, default=-1), max(versions, default=-1)],
     }

@@ -30,7 +30,7 @@ from pearl.rl.envs import registry as environments
 from pearl.rl.layout import JobLayout
 from pearl.rl.packing import plan_packing
 from pearl.rl.rollout import train_sequence
-from pearl.rl.step_metrics import StepMeter, batch_metrics, episode_row
+from pearl.rl.step_metrics import EpisodeRows, StepMeter, batch_metrics
 from pearl.rl.types import Group, Trajectory
 from pearl.rl.warmup import warmup_sequences
 from pearl.sched.admission import Admission
@@ -91,6 +91,7 @@ class TrainingRun:
         self._episodes = JsonlWriter(driver.run / "trajectories.jsonl")
         self._successes: list[float] = []
         self._evaluated: list[Trajectory] = []
+        self._lines = EpisodeRows(tokenizer.decode)
         self._filters = algorithm_of(self.config.algorithm).filter_zero_variance
         self._filtered = 0
         self._started = 0
@@ -323,9 +324,7 @@ class TrainingRun:
             self._collector.start(name, group_id=group_id, env_seed=env_seed, purpose="train")
 
     def _file(self, trajectory: Trajectory) -> None:
-        prompt = trajectory.token_ids[: trajectory.loss_mask.index(1)] if 1 in trajectory.loss_mask else trajectory.token_ids
-        record = {"step": self._record_step, "prompt": self._tokenizer.decode(prompt)} | episode_row(trajectory)
-        self._episodes.write(record)
+        self._episodes.write({"step": self._record_step} | self._lines.row(trajectory))
         if trajectory.group_id < 0:
             self._evaluated.append(trajectory)
             return

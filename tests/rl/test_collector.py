@@ -33,7 +33,10 @@ class Letters:
         return [number for message in messages for number in [*self.encode(message["content"]), END]]
 
     def chat_continue(self, message: dict[str, str], *, ended: bool) -> list[int]:
-        return [*([] if ended else [END]), *self.encode(message["content"]), END]
+        return self.after_reply([*self.encode(message["content"]), END], ended=ended)
+
+    def after_reply(self, ids: list[int], *, ended: bool) -> list[int]:
+        return [*([] if ended else [END]), *ids]
 
 
 class Pool:
@@ -217,6 +220,16 @@ def test_an_aborted_request_goes_on_from_its_last_token_with_what_is_left(stage:
     assert stage.collector.at_engine == 1
     stage.tokens(worker, request.request_id, [77])
     assert stage.collector.counts["late_updates"] == 1
+
+
+@pytest.mark.parametrize("last", [[75, END], [75, 76, 77, 78]], ids=["end of turn", "budget"])
+def test_a_turn_that_a_lost_worker_had_finished_is_not_asked_for_again(stage: Stage, last: list[int]) -> None:
+    [(worker, request)] = stage.begin("0-0").values()
+    stage.tokens(worker, request.request_id, last, reason=None)
+    stage.collector.requeue(stage.router.lose_worker(worker))
+    assert stage.requests() == {}
+    assert stage.pool.asked[-1] == ("step", "0-0", "A" if END in last else "ABCD")
+    assert stage.collector.at_engine == 0
 
 
 def test_a_reset_that_fails_ends_the_episode(stage: Stage) -> None:

@@ -12,16 +12,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import tiny_tokenizers as tiny
 import zmq
 
 from pearl.channel import wait
 from pearl.clock import WallClock
 from pearl.config import EnvOptions
+from pearl.engine.plain_tokenizer import Joint
+from pearl.engine.tokenizer import Tokenizer
 from pearl.rl.envs import pool as pool_module
 from pearl.rl.envs.base import EnvOutcome
 from pearl.rl.envs.frozen_lake import FrozenLake
 from pearl.rl.envs.host import Progress
 from pearl.rl.envs.pool import EnvironmentPool, EnvironmentPoolError
+from pearl.rl.envs.wire import Words, words_for
 
 TALKER = """
 import os, sys, time
@@ -147,6 +151,41 @@ def test_outcomes_equal_playing_in_this_process(context: zmq.Context, tmp_path: 
         assert {host.episodes for host in pool._hosts} != {0}
     finally:
         pool.close()
+
+
+def test_observations_come_with_their_ids_also_from_a_process_that_was_started_again(
+    make_pool: Callable[..., EnvironmentPool], tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer.from_folder(tiny.save(tiny.byte_level(), tmp_path / "model", tiny.CHATML))
+    pool = make_pool(workers=2)
+    pool.learn(words_for(tokenizer))
+    assert {one.token_ids for one in begin(pool, "a", "b", "c").values()} == {None}, "what comes first is part of more"
+
+    def wanted(outcome: EnvOutcome) -> list[int]:
+        return tokenizer.chat_continue({"role": "user", "content": outcome.observation}, ended=True)
+
+    played = play(pool, a="one", b="two <|im_end|>", c="end")
+    assert played.pop("c").token_ids is None, "nobody reads what ends an episode"
+    assert [one.token_ids for one in played.values()] == [wanted(one) for one in played.values()]
+    for host in pool._hosts:
+        os.kill(host.process.pid, signal.SIGKILL)
+        host.process.wait()
+    played = play(pool, a="three", b="four")
+    assert [one.token_ids for one in played.values()] == [wanted(one) for one in played.values()]
+    assert pool.counts["replayed"] == 2
+    with pytest.raises(ValueError, match="2 episodes have begun"):
+        pool.learn(None)
+
+
+def test_a_process_that_cannot_read_the_tokenizer_plays_all_the_same(
+    make_pool: Callable[..., EnvironmentPool], tmp_path: Path
+) -> None:
+    pool = make_pool()
+    pool.learn(Words(tokenizer="{}", joint=Joint(before=[], head="", tail="", after=[], strip=(False, False))))
+    begin(pool, "a")
+    outcome = play(pool, a="one")["a"]
+    assert (outcome.observation, outcome.token_ids, outcome.error) == ("0:one", None, None)
+    assert "is no tokenizer" in (tmp_path / "logs" / "env-0.log").read_text()
 
 
 def test_an_exception_costs_its_own_episode(make_pool: Callable[..., EnvironmentPool]) -> None:
@@ -368,7 +407,7 @@ def test_a_start_that_hangs_is_given_up(make_pool: Callable[..., EnvironmentPool
     os.kill(pool._hosts[0].process.pid, signal.SIGKILL)
     pool._hosts[0].process.wait()
     with pytest.raises(EnvironmentPoolError, match="timeout_s"):
-        for _ in range(10):
+        for _ in range(1000):
             pool.poll(WallClock().now())
             time.sleep(0.01)
 

@@ -26,6 +26,7 @@ from pearl.protocol import (
     TakeOver,
     Tokens,
     TokenUpdate,
+    packed,
 )
 from pearl.rl.handoffs import HandOffs
 from pearl.rl.serving import Serving
@@ -273,7 +274,7 @@ class Pools:
         worker = self.router.place(name, prompt)
         assert worker is not None
         params = SamplingParams(max_tokens=40, seed=seed, stop_token_ids=[0])
-        request = NewRequest(request_id=name, prompt_token_ids=[5] * (prompt - 1) + [6], params=params, session_id=name)
+        request = NewRequest(request_id=name, prompt=packed([5] * (prompt - 1) + [6]), params=params, session_id=name)
         self.members[worker].take(Submit(requests=[request]))
         self.live.add(name)
 

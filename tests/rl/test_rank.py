@@ -15,6 +15,7 @@ from pearl.protocol import (
     NewRequest,
     PackingPlan,
     Publish,
+    Report,
     Restore,
     SamplingParams,
     Serve,
@@ -24,8 +25,10 @@ from pearl.protocol import (
     Tokens,
     TrainStep,
     Wake,
+    packed,
 )
 from pearl.rl.rank import RankLoop
+from pearl.rl.serving import Serving
 
 
 class Port:
@@ -155,7 +158,7 @@ def train(number, step=1):
 
 
 def submit(name, prompt):
-    return Submit(requests=[NewRequest(request_id=name, prompt_token_ids=prompt, params=SamplingParams(seed=1))])
+    return Submit(requests=[NewRequest(request_id=name, prompt=packed(prompt), params=SamplingParams(seed=1))])
 
 
 def test_commands_run_in_order_and_are_answered():
@@ -211,6 +214,22 @@ def test_tokens_wait_for_an_end_or_their_time_and_the_end_brings_all_of_its_requ
     assert told == [("a", 11, None), ("a", 12, 13, "length"), ("b", 21, 22, 23, "length")], "the very first at once"
     _, _, sent, _ = run([Serve(number=0), submit("a", [10])], [Abort(request_ids=["a"])], [], report_s=1e9)
     assert [event.updates[0].token_ids for event in sent if isinstance(event, Tokens)] == [[11]]
+
+
+def test_a_members_numbers_come_with_tokens_or_when_there_are_none_for_long():
+    sent = []
+    serving = Serving(0, ScriptedEngine([]), sent.append)
+    serving.active = True
+    told = []
+    for now, steps in [(100.0, 0), (101.5, 0), (101.6, 1), (102.5, 1), (103.5, 0), (103.7, 0)]:
+        if steps == 1 and not serving.has_work:
+            serving.take(submit("a", [10]))
+        for _ in range(steps):
+            serving.step()
+        serving.report(now)
+        told += [now for event in sent if isinstance(event, Report)]
+        sent.clear()
+    assert told == [100.0, 101.6, 103.7]
 
 
 def test_a_refused_request_costs_itself_only():

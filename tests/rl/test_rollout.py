@@ -40,7 +40,10 @@ class LetterTokenizer:
         return self.render(messages)
 
     def chat_continue(self, message: dict[str, str], *, ended: bool) -> list[int]:
-        return [*([] if ended else [END]), NEWLINE, *self.render([message])]
+        return self.after_reply([NEWLINE, *self.render([message])], ended=ended)
+
+    def after_reply(self, ids: list[int], *, ended: bool) -> list[int]:
+        return [*([] if ended else [END]), *ids]
 
 
 TOKENIZER = LetterTokenizer()
@@ -129,6 +132,28 @@ def test_the_record_is_the_conversation_as_the_template_renders_it() -> None:
     messages = [*opening("s", "one"), {"role": "assistant", "content": "x"}, {"role": "user", "content": "two"}]
     messages += [{"role": "assistant", "content": "yy"}, {"role": "user", "content": "three"}]
     assert request.prompt_token_ids == TOKENIZER.render(messages)
+
+
+@pytest.mark.parametrize("ids", [[*words("ab"), END], words("ab")], ids=["ended", "cut"])
+def test_ids_that_come_with_an_observation_are_those_of_the_tokenizer(ids: list[int]) -> None:
+    records = []
+    for come in (None, [NEWLINE, *TOKENIZER.render([{"role": "user", "content": "p"}])]):
+        rollout = new_rollout(max_tokens=len(ids))
+        request = rollout.start("o")
+        assert rollout.on_update(update(request, ids, "length")) == "ab"
+        assert rollout.on_outcome(said("p", token_ids=come)) is not None
+        records.append(rollout.trajectory)
+    assert records[0] == records[1]
+
+
+def test_an_open_turn_is_complete_once_it_can_get_no_more() -> None:
+    rollout = new_rollout(max_tokens=3)
+    request = rollout.start("o")
+    assert rollout.on_update(update(request, words("ab"))) is None
+    assert rollout.complete() is None and rollout.phase == "generating"
+    assert rollout.on_update(update(request, words("c"))) is None
+    assert rollout.complete() == "abc" and rollout.request_id is None
+    assert rollout.complete() is None and rollout.resume() is None
 
 
 def test_the_end_given_to_a_cut_turn_is_not_trained() -> None:

@@ -42,7 +42,11 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvOutcome:
-    """The answer to a reset or a step. With `error` (one line) the episode is over and the other fields mean nothing."""
+    """The answer to a reset or a step. With `error` (one line) the episode is over and the other fields mean nothing.
+
+    `token_ids`: what the observation is to the model after a reply that ended (`Joint.ids`), if the process that played it
+    made them.
+    """
 
     episode_id: str
     observation: str = ""
@@ -51,6 +55,7 @@ class EnvOutcome:
     truncated: bool = False
     info: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
+    token_ids: list[int] | None = None
 
     @property
     def ended(self) -> bool:

@@ -2,7 +2,8 @@
 
     python -m pearl.rl.envs.host ADDRESS NAME OPTIONS_JSON TOKEN --parent PID --progress FILE
 
-TOKEN is the name under which it connects. It does not know episodes' purpose, tokens or models. Invariants: an exception in
+TOKEN is the name under which it connects. It does not know episodes' purpose or models; how a model reads text it may be told,
+so that tokenizing is not the work of the one process that asks all others. Invariants: an exception in
 an environment is the answer to its own item and harms no other; the serial number of the item being played stands in the
 progress file before its code runs (0 between items), so that whoever watches knows the culprit of a hang or a crash; the
 process does not outlive its parent. It ignores SIGINT (its parent decides) and closes its instances on SIGTERM.
@@ -25,10 +26,11 @@ import msgspec
 import zmq
 
 from pearl.channel import Client, wait
+from pearl.engine.plain_tokenizer import Joint, PlainTokenizer
 from pearl.rl import process
 from pearl.rl.envs import registry
 from pearl.rl.envs.base import Environment
-from pearl.rl.envs.wire import Answer, Answers, Batch, Discard, Ready, Replay, Reset, Step, ToHost, fingerprint
+from pearl.rl.envs.wire import Answer, Answers, Batch, Discard, Ready, Replay, Reset, Step, ToHost, Words, fingerprint
 
 PARENT_CHECK_S = 1.0
 """How often the parent is looked for where the system cannot announce its death."""
@@ -87,6 +89,15 @@ class Instances:
         self._name, self._options = name, options
         self._tracebacks = Tracebacks()
         self._environments: dict[str, Environment] = {}
+        self._words: tuple[Joint, PlainTokenizer] | None = None
+
+    def learn(self, words: Words) -> None:
+        """Answers to steps come with ids from now on. Without the library, or for a tokenizer that it cannot read, they do
+        not, and whoever asked makes them."""
+        try:
+            self._words = words.joint, PlainTokenizer.from_json(words.tokenizer)
+        except (ImportError, ValueError) as error:
+            self._tracebacks.write(error)
 
     def play(self, item: Reset | Step | Replay) -> Answer:
         """Plays one item; whatever the environment raises becomes the answer's error, and its traceback goes to the log."""
@@ -117,7 +128,7 @@ class Instances:
         if isinstance(item, Step):
             if item.episode_id not in self._environments:
                 raise LookupError(f"episode {item.episode_id!r} is not held by this process")
-            return self._step(item.serial, item.episode_id, item.action)
+            return self._with_ids(self._step(item.serial, item.episode_id, item.action))
         self.discard(item.episode_id)
         environment = self._environments[item.episode_id] = registry.make(self._name, **self._options)
         observation, info = environment.reset(item.seed)
@@ -127,6 +138,17 @@ class Instances:
     def _step(self, serial: int, episode_id: str, action: str) -> Answer:
         observation, reward, terminated, truncated, info = self._environments[episode_id].step(action)
         return _checked(Answer(serial, episode_id, observation, float(reward), bool(terminated), bool(truncated), info))
+
+    def _with_ids(self, answer: Answer) -> Answer:
+        """What goes on will be read by the model."""
+        if self._words is None or answer.terminated or answer.truncated or not Joint.takes(answer.observation):
+            return answer
+        joint, tokenizer = self._words
+        try:
+            return msgspec.structs.replace(answer, token_ids=joint.ids(tokenizer, answer.observation))
+        except ValueError as error:  # a text that this tokenizer cannot express: told by whoever needs its ids
+            self._tracebacks.write(error)
+            return answer
 
     def _replay(self, item: Replay, first: Answer) -> Answer:
         answer = first
@@ -176,9 +198,13 @@ class Host:
             if os.getppid() != self._parent:
                 return "the parent process is gone"
             wait([self._client], PARENT_CHECK_S)
-            for batch in self._client.receive():
+            for message in self._client.receive():
                 heard = time.monotonic()
-                self._serve(batch)
+                if isinstance(message, Words):
+                    self._instances.learn(message)
+                    self._client.send(Ready(os.getpid()))
+                else:
+                    self._serve(message)
                 heard = time.monotonic()
         return f"nothing heard for {SILENCE_S:g} s"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
@@ -30,7 +31,7 @@ from pearl.config import EnvOptions
 from pearl.rl.envs import registry
 from pearl.rl.envs.base import EnvOutcome
 from pearl.rl.envs.host import PROGRESS_BYTES, Progress
-from pearl.rl.envs.wire import Answer, Answers, Batch, Discard, Ready, Replay, Reset, Step, ToPool, fingerprint
+from pearl.rl.envs.wire import Answer, Answers, Batch, Discard, Ready, Replay, Reset, Step, ToPool, Words, fingerprint
 
 MAX_REPLAYS = 2
 """An episode that lost its process more often than this, nobody knows why, ends with an error."""
@@ -39,6 +40,8 @@ MAX_FAILED_STARTS = 3
 MAX_NOTICES = 5
 """Kinds of errors that are told; an environment that finds ever new words for them must not fill the screen."""
 START_LIMIT_S = 60.0
+CHECK_EVERY_S = 0.05
+"""How often processes are looked after; asking the system costs more than most messages."""
 KEEPALIVE_S = 60.0
 CLOSE_LIMIT_S = 2.0
 
@@ -89,7 +92,7 @@ class _HostProcess:
         self._progress_file.write_bytes(bytes(PROGRESS_BYTES))
         self.progress = Progress(str(self._progress_file))
         self.token = f"env-{self._index}-{secrets.token_hex(8)}"
-        self.ready = self.killed = False
+        self.ready = self.killed = self.learned = False
         self.queue: list[tuple[Item | Discard, _Episode]] = []
         self.asked: dict[int, tuple[Item, _Episode]] = {}
         self.seen, self.seen_at, self.spoken_at = 0, now, now
@@ -159,11 +162,23 @@ class EnvironmentPool:
         self.ends = [self._server]
         self._episodes: dict[str, _Episode] = {}
         self._outcomes: list[EnvOutcome] = []
+        self._words: Words | None = None
+        self._checked = -math.inf
         log_path = Path(log_dir).resolve()
         log_path.mkdir(parents=True, exist_ok=True)
         self._hosts = [_HostProcess(index, log_path, self._popen) for index in range(options.workers)]
         for host in self._hosts:
             host.start(clock.now())
+
+    def learn(self, words: Words | None) -> None:
+        """From now on outcomes come with the ids of their observations, as a rule; without words they do not. ValueError once
+        episodes have begun."""
+        if self._episodes:
+            raise ValueError(f"{len(self._episodes)} episodes have begun: say how a model reads before")
+        self._words = words
+        for host in self._hosts:
+            if host.ready and words is not None:
+                self._teach(host, words, self._clock.now())
 
     def reset(self, episode_id: str, seed: int) -> None:
         """Begins an episode; ValueError if one of this id is alive."""
@@ -204,6 +219,13 @@ class EnvironmentPool:
         EnvironmentPoolError if the environment's process cannot be started at all.
         """
         self._receive(now)
+        if now - self._checked >= CHECK_EVERY_S:
+            self._checked = now
+            self._check(now)
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def _check(self, now: float) -> None:
         for host in self._hosts:
             code = host.process.poll()
             if code is not None:
@@ -216,8 +238,6 @@ class EnvironmentPool:
                     self._replace(host, f"no answer within timeout_s={self._options.timeout_s:g}", now)
             elif host.ready and now - host.spoken_at > KEEPALIVE_S:
                 self._send(host, now)
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes
 
     def close(self) -> None:
         """Ends the processes: asked first, so that environments can close, killed after CLOSE_LIMIT_S."""
@@ -259,18 +279,28 @@ class EnvironmentPool:
             self._server.send(host.token, Batch(items))
 
     def _receive(self, now: float) -> None:
+        if not (messages := self._server.receive()):
+            return
         hosts = {host.token: host for host in self._hosts}
-        for token, message in self._server.receive():
+        for token, message in messages:
             host = hosts.get(token)
             if host is None:
                 continue
-            if isinstance(message, Ready):
+            if isinstance(message, Ready) and self._words is not None and not host.learned:
+                self._teach(host, self._words, now)
+            elif isinstance(message, Ready):
                 host.ready, host.failed_starts = True, 0
                 self._send(host, now)
             elif isinstance(message, Answers):
                 self.seconds += message.seconds
                 for answer in message.answers:
                     self._take(host, answer)
+
+    def _teach(self, host: _HostProcess, words: Words, now: float) -> None:
+        """Reading a large tokenizer takes a second or two, which no episode's time counts: it is not ready meanwhile."""
+        host.learned, host.ready, host.seen_at = True, False, now
+        with contextlib.suppress(ChannelError):  # the process is gone, and is replaced
+            self._server.send(host.token, words)
 
     def _take(self, host: _HostProcess, answer: Answer) -> None:
         item, episode = host.asked.pop(answer.serial, (None, None))
@@ -292,6 +322,7 @@ class EnvironmentPool:
                     terminated=answer.terminated,
                     truncated=answer.truncated,
                     info=answer.info,
+                    token_ids=answer.token_ids,
                 )
             )
 

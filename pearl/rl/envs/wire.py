@@ -7,9 +7,14 @@ host process, and an item other than `Discard` is answered exactly once unless i
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+from pearl.engine.plain_tokenizer import Joint
+
+if TYPE_CHECKING:
+    from pearl.engine.tokenizer import Tokenizer
 
 
 class Reset(msgspec.Struct, frozen=True, tag="reset"):
@@ -44,14 +49,28 @@ class Batch(msgspec.Struct, frozen=True, tag="batch"):
     items: list[Reset | Step | Replay | Discard]
 
 
+class Words(msgspec.Struct, frozen=True, tag="words"):
+    """How the model reads: from now on answers come with the ids of their observations. Answered by `Ready`.
+
+    `tokenizer` is for `PlainTokenizer.from_json`, `joint` what stands around an observation.
+    """
+
+    tokenizer: str
+    joint: Joint
+
+
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The process is up and wants work."""
+    """The process is up, or has understood `Words`, and wants work."""
 
     pid: int
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """To a Reset, Step or Replay. With `error` the instance is gone and the other fields mean nothing."""
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """To a Reset, Step or Replay. With `error` the instance is gone and the other fields mean nothing.
+
+    `token_ids`: of what follows an ended reply (`Joint.ids`), after a step that ended nothing; None: whoever needs them has to
+    make them.
+    """
 
     serial: int
     episode_id: str
@@ -61,6 +80,7 @@ class Answer(msgspec.Struct, frozen=True):
     truncated: bool = False
     info: dict[str, Any] = {}
     error: str | None = None
+    token_ids: list[int] | None = None
 
 
 class Answers(msgspec.Struct, frozen=True, tag="answers"):
@@ -70,8 +90,17 @@ class Answers(msgspec.Struct, frozen=True, tag="answers"):
     seconds: float = 0.0
 
 
-ToHost = Batch
+ToHost = Batch | Words
 ToPool = Ready | Answers
+
+
+def words_for(tokenizer: Tokenizer) -> Words | None:
+    """What to tell of a tokenizer; None where only itself can make the ids of a turn."""
+    try:
+        joint = tokenizer.joint_of("user")
+        return Words(tokenizer=tokenizer.to_json(), joint=joint) if joint is not None else None
+    except ValueError:  # if turns cannot be made at all, the first to need one is told
+        return None
 
 
 def fingerprint(observation: str) -> str:
