@@ -136,8 +136,8 @@ def append_limit(prediction: Prediction, workload: Workload, costs: CostProfile)
     """The longest append, in tokens, that takes less from all sequences together on the decode worker that holds its KV.
 
     There it holds up everybody who decodes, whose step's host time is paid anyway, and makes a captured step one that is
-    launched kernel by kernel. On a prefill
-    worker what was generated since the last prompt is computed again too, behind others' prompts, and the KV goes its way.
+    launched kernel by kernel. On a prefill worker what was generated since the last prompt is computed again too, behind the
+    prompts of others, and the KV goes its way.
     """
     new, context, others = np.arange(64, MOST_APPENDED + 1, MOST_APPENDED // 64), workload.context, prediction.decode_batch
     launched = (costs.eager - 1) * costs.decode.seconds(max(1.0, others), context)

@@ -273,21 +273,15 @@ class PaperPredictor:
             hybrid = f"{shape}: the closed forms know no hybrid"
             reason = why_not(shape, self.workload, self.costs) or (hybrid if shape.mixed else short)
             return Prediction(shape=shape, makespan_s=total, infeasible=reason)
-        terms: dict[str, Any]
+        terms: dict[str, Any] = {"wait_s": p.T_env, "decode_batch": per_worker / (1 + p.theta)}
         if shape.mode == "mixed":
-            terms = {"prefill_s": p.S * p.B * p.dL / shape.mixed * p.t_pre, "wait_s": p.S * p.T_over + p.T_env}
-        elif paper_prefill(p, shape.prefill) > paper_decode(p, shape.decode):
-            terms = {"transfer_s": p.S * p.B * p.dL * p.K_over_BW, "wait_s": p.T_env}
-            return Prediction(
-                shape=shape,
-                makespan_s=total,
-                unsure=unsure,
-                reach=reach,
-                prefill_s=total - sum(terms.values()),
-                prefill_busy=1.0,
-                **terms,
-            )
+            terms |= {"prefill_s": p.S * p.B * p.dL / shape.mixed * p.t_pre, "wait_s": p.S * p.T_over + p.T_env}
         else:
-            terms = {"wait_s": p.T_env}
-        decode_s = total - sum(terms.values())
+            prefill_s, decode_s = paper_prefill(p, shape.prefill), paper_decode(p, shape.decode)
+            terms["prefill_busy"] = min(1.0, prefill_s / decode_s)
+            if prefill_s > decode_s:
+                terms["transfer_s"] = p.S * p.B * p.dL * p.K_over_BW
+                terms["prefill_s"] = prefill_s - terms["transfer_s"]
+                return Prediction(shape=shape, makespan_s=total, unsure=unsure, reach=reach, **terms)
+        decode_s = total - terms["wait_s"] - terms.get("prefill_s", 0.0)
         return Prediction(shape=shape, makespan_s=total, unsure=unsure, reach=reach, decode_s=decode_s, **terms)

@@ -6,7 +6,7 @@ costs, batch semantics, staleness) is the same for all; the fixed systems differ
 ROLL, ROLL-Large and RLBoost+ are what arXiv 2609.35158 compares with, asynchronous and colocated: ROLL with the reserved GPUs
 alone, ROLL-Large with as many fixed ones as a segment has on average, RLBoost+ with PEARL's external GPUs (whose requests are
 drained and go on elsewhere as PEARL's do), without splitting and without borrowing. `PAPER` is PEARL as that paper describes
-it, `OURS` has all of EXTENSIONS on.
+it, deciding by its closed forms, `OURS` has all of EXTENSIONS on.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ RLBOOST = System(name="RLBoost+", scheduler=_colocated(expand="always"))
 PAPER = System(
     name="PEARL (paper)",
     scheduler=SchedulerSettings(
-        pd=PdSettings(hybrid_margin=1.0, append_on_decode="0"),  # no hybrid is ever so much better
+        pd=PdSettings(predictor="paper", hybrid_margin=1.0, append_on_decode="0"),  # no hybrid is ever so much better
         borrow=BorrowSettings(workers="all_or_none"),
         expand=ExpandSettings(external="always"),
         tail_share=0.0,
@@ -102,6 +102,11 @@ def static(prefill: int, decode: int) -> System:
 
 STATIC_RATIOS = ((1, 3), (1, 2), (3, 5), (1, 1), (2, 1))
 """The oracle is the best of these on each segment, chosen afterwards."""
+
+
+def _queues(system: System) -> System:
+    pd = replace(system.scheduler.pd, predictor="full")
+    return replace(system, scheduler=replace(system.scheduler, pd=pd))
 
 
 def _hybrid(system: System) -> System:
@@ -135,6 +140,7 @@ def _keep(system: System) -> System:
 
 
 EXTENSIONS: dict[str, Callable[[System], System]] = {
+    "queueing model": _queues,
     "hybrid pools": _hybrid,
     "partial borrowing": _partial,
     "expected life": _life,
