@@ -26,8 +26,8 @@ class PdSettings:
 
     mode: str = "auto"
     ratio: str = "auto"
-    mode_threshold: float = 0.08
-    ratio_threshold: float = 0.03
+    mode_threshold: float = 0.03
+    ratio_threshold: float = 0.02
     hybrid_margin: float = 0.03
     unsure_penalty: float = 0.10
     cooldown_s: float = 120.0

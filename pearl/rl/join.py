@@ -51,13 +51,13 @@ class External:
 
     def run(self) -> int:
         """Serves one job after the other that is found at the address, until one lets it go or none takes it any more."""
-        looked_since = time.monotonic()
+        looked_s = 0.0
         while True:
-            code, found = self._membership()
+            code, in_vain_s = self._membership()
             if code is not None:
                 return code
-            looked_since = time.monotonic() if found else looked_since
-            if time.monotonic() - looked_since > self._options.reconnect_s:
+            looked_s = looked_s + in_vain_s + PAUSE_S if in_vain_s is not None else 0.0
+            if looked_s > self._options.reconnect_s:
                 where = f"{self._address.host}:{self._address.port}"
                 _say(f"no job at {where} for {self._options.reconnect_s:g} s" + (f" but for: {self._why}" if self._why else ""))
                 return 1
@@ -78,21 +78,23 @@ class External:
 
     # ------------------------------------------------------------------------------------------------ one membership
 
-    def _membership(self) -> tuple[int | None, bool]:
-        """(exit code or None: look again, whether there is a job that takes it in, or has not had the time to answer)."""
+    def _membership(self) -> tuple[int | None, float | None]:
+        """(exit code or None: look again, seconds without a job: 0.0 if it sent the worker away soon, None if it took
+        it in, or has not had the time to answer)."""
+        began = time.monotonic()
         link = self._link = Link(self._address, self._options.silence_s, self._gpus)
         link.start()
         try:
             link.answered.wait(ASKING * self._options.silence_s)
             answer = link.answer
             if answer is None or link.lost:
-                return None, link.reached
+                return None, None if link.reached else time.monotonic() - began
             if not isinstance(answer, Joined):
                 _say(f"refused: {answer.reason}")
-                return 1, False
+                return 1, None
             began = time.monotonic()
             code = self._serve(link, answer)
-            return code, time.monotonic() - began > ASKING * self._options.silence_s  # else it was sent away again
+            return code, None if time.monotonic() - began > ASKING * self._options.silence_s else 0.0
         finally:
             self._link = None  # a signal that comes now finds no job to tell
             link.close()

@@ -385,5 +385,5 @@ class ClusterScheduler:
             if 0 < event.makespan_s < math.inf and predicted.makespan_s < math.inf:
                 seen = residual(predicted, event.makespan_s)
                 self.log.residuals.append(seen)
-                self.profile.observe_residual(seen.ratio)
+                self.profile.observe_residual(seen.ratio, split=seen.shape.prefill > 0)
         self.profile.observe(event.telemetry, self.prediction.lost_share if self.prediction is not None else 0.0)

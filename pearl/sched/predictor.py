@@ -136,7 +136,9 @@ class Predictor:
         for chosen, beside in ((pure, False), (valid & ~pure, True)):
             if chosen.any():
                 turn = self._turns_of(mixed[chosen], prefill[chosen], decode[chosen], beside).turn
-                result[chosen] = self.workload.calibration * (turn @ self._turns)
+                w = self.workload
+                factor = np.where(prefill[chosen] > 0, w.split_calibration, w.calibration)
+                result[chosen] = factor * (turn @ self._turns)
         return result
 
     def _turns_of(self, mixed: Array, prefill: Array, decode: Array, beside: bool) -> Any:
@@ -157,7 +159,7 @@ class Predictor:
         gap = float(turn.turn[0] @ self._turns) - sum(terms.values())  # a turn is Little's, its terms are sums: rounding
         terms["decode_s"] += gap
         tail = self._alive < 0.5 * self._alive[0]
-        factor = self.workload.calibration
+        factor = self.workload.calibration_of(split=shape.prefill > 0)
         cold = self._cold_s(shape, joined)
         return Prediction(
             shape=shape,

@@ -37,6 +37,7 @@ MEANS = {
 LEAST_MOVING = 0.1
 """Share of what a hand-over was measured to take that is its way at least, however long taking it in is said to take."""
 
+MOST_CALIBRATION = 4.0
 LONGEST_STEP_S, MOST_SEQUENCES, MOST_TOKENS, MOST_EAGER = 600.0, 1e5, 1e8, 20.0
 
 
@@ -119,7 +120,11 @@ class RuntimeProfile:
         }
         shape = workload.turn_quantiles or (1.0,) * len(QUANTILES)
         self._quantiles = [Average(value=value, low=1e-3, high=1e3, keep=keep, prior=prior, guessed=guessed) for value in shape]
-        self.calibration = Average(value=workload.calibration, low=1e-3, high=1e3, keep=keep, prior=2.0)
+        self.calibration = {
+            split: Average(value=workload.calibration_of(split), low=1e-3, high=1e3, keep=keep, prior=2.0)
+            for split in (False, True)
+        }
+        """Of pools with prefill workers (True) and without."""
         self.changes = {kind: Average(value=0.0, high=1e5, keep=keep, prior=1.0) for kind in CHANGES}
         batches, contexts = (1.0, 8.0, 32.0, 128.0), (512.0, 8192.0, 32768.0)
         self._decode = StepFit(
@@ -163,10 +168,18 @@ class RuntimeProfile:
         if not mean.observe(value):
             self.rejected[kind] += 1
 
-    def observe_residual(self, ratio: float) -> None:
-        """Measured over predicted makespan, the prediction being one of `workload()` at its present calibration."""
-        if not self.calibration.observe(self.calibration.value * ratio):
+    def observe_residual(self, ratio: float, split: bool) -> None:
+        """Measured over predicted makespan, the prediction being one of `workload()` at its present calibration, of a pool with
+        prefill workers or without. What nobody has tried yet is believed to be as far off as what was."""
+        mean, other = self.calibration[split], self.calibration[not split]
+        if not mean.observe(self._calibration(split) * ratio):
             self.rejected["calibration"] += 1
+        elif not other.weight:
+            other.value = mean.value
+
+    def _calibration(self, split: bool) -> float:
+        """As predictions use it."""
+        return min(MOST_CALIBRATION, max(1 / MOST_CALIBRATION, self.calibration[split].value))
 
     def change_s(self, kind: str, workers: int, cautious: bool = False) -> float:
         """Expected seconds of a change of so many workers; `cautious`: seldom exceeded."""
@@ -185,8 +198,8 @@ class RuntimeProfile:
         learned["longest"] = max(learned["longest"], learned["context"])
         observed = self._workload.turn_quantiles or any(one.weight for one in self._quantiles)
         marks = tuple(np.maximum.accumulate([one.value for one in self._quantiles]).tolist()) if observed else ()
-        factor = min(4.0, max(0.25, self.calibration.value))
-        return replace(self._workload, batch=batch or self._workload.batch, turn_quantiles=marks, calibration=factor, **learned)
+        learned |= {"calibration": self._calibration(False), "split_calibration": self._calibration(True)}
+        return replace(self._workload, batch=batch or self._workload.batch, turn_quantiles=marks, **learned)
 
     def costs(self) -> CostProfile:
         """The present estimate. Of what was measured of steps, the profile's part is host time, as much slower or faster as

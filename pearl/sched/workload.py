@@ -25,8 +25,8 @@ class Workload:
     turn outside of the engine. `miss_share` of the turns find their prefix gone, for other reasons than lack of memory.
     `local_share` of the appends, of `local_appended` tokens, run on the decode worker that holds the KV. `turn_quantiles`
     are turns over their mean, at QUANTILES; empty: all equal. `decode_share` is the measured mean share of trajectories that
-    decode (f of the paper). `eviction`: what full caches give up, as in EngineConfig. `calibration` multiplies predictions:
-    measured over predicted, of late.
+    decode (f of the paper). `eviction`: what full caches give up, as in EngineConfig. `calibration` multiplies predictions for
+    pools without prefill workers, `split_calibration` the others: measured over predicted, of late.
     """
 
     batch: float
@@ -47,9 +47,10 @@ class Workload:
     barrier: bool = True
     eviction: Literal["lru", "keep"] = "lru"
     calibration: float = 1.0
+    split_calibration: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("batch", "turns", "generated", "context", "longest", "calibration"):
+        for name in ("batch", "turns", "generated", "context", "longest", "calibration", "split_calibration"):
             _check(name, getattr(self, name), 0.0, math.inf, open_low=True)
         for name in ("appended", "first_prompt", "env_s", "overhead_s", "local_appended", "in_flight"):
             _check(name, getattr(self, name), 0.0, math.inf)
@@ -71,6 +72,10 @@ class Workload:
     def theta(self) -> float:
         """The bubble ratio of the paper, (1 - f) / f."""
         return (1.0 - self.decode_share) / self.decode_share
+
+    def calibration_of(self, split: bool) -> float:
+        """Measured over predicted, in pools with prefill workers or without."""
+        return self.split_calibration if split else self.calibration
 
     def segments(self) -> tuple[tuple[float, float], ...]:
         """(trajectories under way, turns) one after the other: the batch thins out as short trajectories end.

@@ -75,8 +75,8 @@ def test_the_first_request_of_a_split_pool_finds_how_much_a_decode_worker_append
     assert limits == {("auto", 1): 0, ("auto", 64): 4096, ("512", 1): 512}
 
 
-def test_with_default_thresholds_a_small_gain_changes_nothing() -> None:
-    driver = Driver()
+def test_a_gain_below_the_threshold_changes_nothing() -> None:
+    driver = Driver(SchedulerSettings(pd=PdSettings(mode_threshold=0.08)))
     driver.start(8)
     driver.send(NOTHING)
     driver.run(20)

@@ -87,11 +87,12 @@ def test_the_queueing_model_finds_most_of_it_from_published_costs_alone() -> Non
 
 
 def test_a_prediction_is_the_sum_of_its_terms() -> None:
-    predictor = Predictor(replace(busy_load(), calibration=1.25), qwen3_8b_h800())
+    predictor = Predictor(replace(busy_load(), calibration=1.25, split_calibration=1.5), qwen3_8b_h800())
     for shape in (Shape(mixed=4), Shape(prefill=2, decode=3), Shape(mixed=1, prefill=2, decode=3)):
         found = predictor.predict(shape, joined=1)
         terms = found.wait_s + found.prefill_s + found.transfer_s + found.decode_s + found.interference_s + found.queue_s
-        assert found.makespan_s == pytest.approx(1.25 * terms + found.cold_s) and found.cold_s > 0
+        factor = 1.5 if shape.prefill else 1.25
+        assert found.makespan_s == pytest.approx(factor * terms + found.cold_s) and found.cold_s > 0
         assert 0 < found.tail_s < terms and min(found.prefill_s, found.decode_s, found.wait_s) > 0
         single = predictor.makespans([shape.mixed], [shape.prefill], [shape.decode])[0]
         assert found.makespan_s - found.cold_s == pytest.approx(float(single), rel=1e-9)

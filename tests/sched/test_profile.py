@@ -82,11 +82,34 @@ def test_no_telemetry_breaks_the_estimates(values, count, quantiles) -> None:
     )
     for _ in range(3):
         profile.observe(telemetry)
-        profile.observe_residual(a)
+        profile.observe_residual(a, split=False)
+        profile.observe_residual(b, split=True)
         profile.observe_change("borrow", b)
     workload, costs = profile.workload(), profile.costs()  # their own checks refuse what is not finite or negative
-    assert 0.25 <= workload.calibration <= 4 and math.isfinite(float(costs.decode_step_s(8.0, workload.context)))
+    assert 0.25 <= workload.calibration <= 4 and 0.25 <= workload.split_calibration <= 4
+    assert math.isfinite(float(costs.decode_step_s(8.0, workload.context)))
     assert costs.decode_step_s(8.0, 4000) > 0 and costs.prefill_s(100, 0) > 0 and profile.change_s("borrow", 1) >= 0
+
+
+def test_predictions_are_corrected_by_what_pools_of_their_kind_took() -> None:
+    profile = RuntimeProfile(COSTS, LOAD)
+    profile.observe_residual(1.6, split=False)
+    mixed = profile.workload().calibration
+    assert 1 < mixed < 1.6 and profile.workload().split_calibration == mixed, "nobody has seen a split"
+    for _ in range(8):
+        profile.observe_residual(0.9 / profile.workload().split_calibration, split=True)
+    assert profile.workload().calibration == mixed and profile.workload().split_calibration == pytest.approx(0.9, rel=0.05)
+
+
+def test_a_correction_does_not_grow_while_it_is_not_used() -> None:
+    """Predictions are multiplied by no more than 4, however long batches take that need more."""
+    profile = RuntimeProfile(COSTS, LOAD)
+    for _ in range(15):
+        profile.observe_residual(8 / profile.workload().calibration, split=False)
+    assert profile.workload().calibration == 4 and profile.calibration[False].value < 9
+    for _ in range(12):
+        profile.observe_residual(1 / profile.workload().calibration, split=False)
+    assert profile.workload().calibration == pytest.approx(1, rel=0.2)
 
 
 def test_what_is_rejected_is_counted() -> None:
