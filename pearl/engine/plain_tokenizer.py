@@ -1,8 +1,8 @@
 """Plain text to ids and back, by a tokenizer of the tokenizers library: all of tokenizing that needs no chat template.
 
 Owns `encode` and `decode`, and `Joint`, what stands around a message that follows a reply. It knows no templates and no files.
-Invariants: `encode` returns no special id; a `PlainTokenizer` made of `to_json` of another, in any process, gives the same ids
-and the same text. Torch-free, and free of transformers: the library that it needs is small.
+Invariants: `encode` returns no special id, and the same ids for the same text; a `PlainTokenizer` made of `to_json` of another,
+in any process, gives the same ids and the same text. Torch-free, and free of transformers: the library that it needs is small.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class PlainTokenizer:
         self._backend = backend
         self._backend.no_truncation()
         self._backend.no_padding()
+        if getattr(self._backend.model, "dropout", None):
+            self._backend.model.dropout = None  # else merges are left out by chance, as for training
         decoders = _decoder_types(self._backend.decoder)
         added = self._backend.get_added_tokens_decoder()
         specials = {token_id: token for token_id, token in added.items() if token.special}

@@ -21,7 +21,8 @@ ASK, REPLY, NEXT = "Q1ask7", "Q2reply7", "Q3next7"
 
 STARTS_KEPT = 256
 """First prompts of conversations that are remembered."""
-PADDING = " \n "
+SPACES = (" ", "\n", "\t", "\u3000")
+"""White space of several kinds: a template that trims some of it trims all, or is asked about each content."""
 
 
 class Tokenizer(PlainTokenizer):
@@ -150,11 +151,13 @@ class Tokenizer(PlainTokenizer):
 
     def _derive_joint(self, role: Any) -> Joint | None:
         """The Joint of a role, None where the template treats contents in a way that it cannot express."""
-        texts = [self._rest_after_reply({"role": role, "content": pad + NEXT + pad})[0] for pad in ("", PADDING)]
-        (head, _, tail), (padded_head, _, padded_tail) = (text.partition(NEXT) for text in texts)
-        known_head, known_tail = padded_head in (head, head + PADDING), padded_tail in (tail, PADDING + tail)
+        texts = [self._rest_after_reply({"role": role, "content": pad + NEXT + pad})[0] for pad in ("", *SPACES)]
+        (head, _, tail), *padded = (text.partition(NEXT) for text in texts)
+        rows = [(pad, before, after) for pad, (before, _, after) in zip(SPACES, padded, strict=True)]
+        known = all(before in (head, head + pad) and after in (tail, pad + tail) for pad, before, after in rows)
+        strips = {(before == head, after == tail) for _, before, after in rows}
         joint = None
-        if known_head and known_tail and texts[0].count(NEXT) == 1 and not self._strips:
+        if known and len(strips) == 1 and texts[0].count(NEXT) == 1 and not self._strips:
             last = max((match.end() for match in self._special_pattern.finditer(head)), default=0)
             match = self._special_pattern.search(tail)
             first = match.start() if match else len(tail)
@@ -163,7 +166,7 @@ class Tokenizer(PlainTokenizer):
                 head=head[last:],
                 tail=tail[:first],
                 after=self._template_ids(tail[first:], {}, first=False),
-                strip=(padded_head == head, padded_tail == tail),
+                strip=strips.pop(),
             )
         self._joints[role] = joint
         return joint

@@ -62,6 +62,28 @@ def test_a_joint_elsewhere_gives_the_ids_of_the_template(tmp_path: Path, templat
     assert not any(map(Joint.takes, ("", " \n", None, 3)))
 
 
+@pytest.mark.parametrize("chars", [None, "\n", " ", " \n"])
+@pytest.mark.parametrize("method", ["lstrip", "strip", "rstrip"])
+def test_a_joint_trims_what_the_template_trims(tmp_path: Path, method: str, chars: str | None) -> None:
+    template = tiny.CHATML.replace("message['content']", f"message['content'].{method}({chars!r})")
+    tokenizer = Tokenizer.from_folder(tiny.save(tiny.byte_level(), tmp_path, template))
+    assert (tokenizer.joint_of("user") is None) == (chars is not None)  # such a template is asked about each content
+    for content in ("\nab", " ab", "ab \n", "\n \tab \t"):
+        ids = tokenizer.chat_continue({"role": "user", "content": content}, ended=True)
+        trimmed = getattr(content, method)(chars)
+        wanted = f"\n<|im_start|>user\n{trimmed}<|im_end|>\n<|im_start|>assistant\n"
+        assert tokenizer.decode(ids, skip_special_tokens=False) == wanted
+
+
+def test_no_merge_is_left_out_by_chance() -> None:
+    backend = tiny.byte_level()
+    wanted = PlainTokenizer(tiny.byte_level()).encode("abcabcDEF" * 4)
+    backend.model.dropout = 0.5
+    tokenizer = PlainTokenizer(backend)
+    for one in (tokenizer, PlainTokenizer.from_json(tokenizer.to_json())):
+        assert one.encode("abcabcDEF" * 4) == wanted
+
+
 def test_what_is_no_tokenizer_is_refused() -> None:
     with pytest.raises(ValueError, match="is no tokenizer"):
         PlainTokenizer.from_json("{}")
