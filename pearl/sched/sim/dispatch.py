@@ -195,7 +195,8 @@ class Dispatcher:
             return
         if transfer.export.transfer_id not in transfer.core.exports:  # lapsed, or its request has ended
             del self.transfers[transfer.transfer_id]
-            self._router.handed_over(transfer.episode.name, transfer.source.name)
+            if transfer.episode.request_id == transfer.export.request.request_id:  # else its session has gone on since
+                self._router.handed_over(transfer.episode.name, transfer.source.name)
             return
         export, now = transfer.export, self._agenda.now
         arrival = core.take_in(

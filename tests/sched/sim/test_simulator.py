@@ -82,6 +82,28 @@ def test_kv_that_the_target_copies_may_still_be_lost() -> None:
     assert 0 < result.counts["failed_transfers"] < result.counts["transfers"]
 
 
+def test_an_offer_that_lapsed_is_not_taken_for_the_next_turns() -> None:
+    """A decode worker rests for longer than offers to it hold, as one does that captures its graphs anew: what was offered
+    goes on at its source, ends there, and its next turn is somewhere else when the offer is looked at."""
+    sizes = replace(settings().engine, transfer_deadline_s=1.0)
+    hardware = replace(settings().hardware, reserved_workers=3)
+    fixed = SchedulerSettings(
+        pd=PdSettings(mode="split", ratio="1:2", append_on_decode="0"), borrow=BorrowSettings(workers="none"), tail_share=0.0
+    )
+    given = settings(engine=sizes, hardware=hardware, scheduler=fixed, max_steps=None, until_s=60.0)
+    simulation = Simulation(given, plans(1))
+
+    def rest() -> None:
+        simulation.agenda.after(10.0, rest)
+        workers = [node.worker for node in simulation.fleet.nodes.values() if node.worker.serving]
+        decoder = next(worker for worker in workers if worker.role == "decode")
+        decoder.post(lambda core: decoder.hold(4.0, lambda: None))
+
+    simulation.agenda.after(10.0, rest)
+    run_checked(simulation)
+    assert simulation.dispatcher.counts["transfers"] > 50 and simulation.result().counts["tokens_lost"] == 0
+
+
 def test_equal_inputs_give_equal_results() -> None:
     options = dict(scheduler=SPLIT, faults=Faults(death=0.01, transfer=0.1, hang=0.01, hang_s=5.0, revive_s=3.0), seed=5)
     first, again = (Simulation(settings(**options), plans(5), external()).run() for _ in range(2))
