@@ -305,7 +305,7 @@ class Town:
         for rank in self.layout.serving:
             self.engines[rank].update_weights(named(0), self.version)
         self.cluster.published(self.version, self.clock.now())
-        self.cluster.claim.finish(1.0, unfinished, self.clock.now())
+        self.cluster.claim.finish(unfinished, self.clock.now())
 
     def reshape(self, mode: str, ratio: str = "auto") -> None:
         """From the next time that the scheduler thinks, the pool is to have this shape."""

@@ -32,7 +32,6 @@ class TrainersClaim:
         self._session, self._held = 0, False
         self._idle_since: float | None = None
         """When the ranks fell idle, until the scheduler is told."""
-        self._busy_s = 0.0
         self._unfinished, self._told = -1, now
 
     def begin(self, now: float) -> int:
@@ -50,14 +49,14 @@ class TrainersClaim:
             self.may_begin = self._session
         return self._session
 
-    def finish(self, seconds: float, unfinished: int, now: float) -> None:
-        """The ranks idle until the next `begin`, after `seconds` of work; so many trajectories of that batch are unfinished."""
+    def finish(self, unfinished: int, now: float) -> None:
+        """The ranks idle until the next `begin`; so many trajectories of that batch are unfinished."""
         if not self._held:
             return
         self._held = False
         if not self._lends:
             return
-        self._unfinished, self._idle_since, self._busy_s = unfinished, now, seconds
+        self._unfinished, self._idle_since = unfinished, now
         if not self._weighed:
             self._tell_idle(now)
 
@@ -74,7 +73,7 @@ class TrainersClaim:
     def _tell_idle(self, now: float) -> None:
         self._idle_since = None
         self._tell_progress(self._unfinished, now)
-        self._feed(TrainingFinished(step=self._session, seconds=self._busy_s), now)
+        self._feed(TrainingFinished(step=self._session), now)
 
     def _tell_progress(self, unfinished: int, now: float) -> None:
         self._unfinished, self._told = unfinished, now

@@ -113,7 +113,7 @@ class TrainingRun:
             self._restore(checkpoint)
         self._publish(self._version)
         self._driver.carry_out(lambda number: Serve(number=number), self._driver.layout.serving)
-        self._release(0.0)
+        self._release()
         self._admitting = True
         meter = StepMeter(self._driver.clock, self._collector, self._driver.layout, barrier=self._max_staleness == 0)
         for step in range(self._step + 1, config.max_steps + 1):
@@ -134,7 +134,7 @@ class TrainingRun:
             if config.save_steps and (step % config.save_steps == 0 or step == config.max_steps):
                 self._save()
             if step < config.max_steps:
-                self._release(trained.seconds)
+                self._release()
             self._record_step = step + 1  # not before: what a checkpoint of this step holds must survive a rewind to it
         self._admitting = False
         self.admit()  # files what has ended since the last batch was complete
@@ -153,9 +153,9 @@ class TrainingRun:
         if claim.may_begin < session:
             self._driver.wait_for(lambda: claim.may_begin >= session, "timeouts.command_s", "borrowed ranks to be given back")
 
-    def _release(self, seconds: float) -> None:
-        """The trainers' ranks idle from now on; the last work took `seconds`."""
-        self._driver.cluster.claim.finish(seconds, self._unfinished(), self._driver.clock.now())
+    def _release(self) -> None:
+        """The trainers' ranks idle from now on."""
+        self._driver.cluster.claim.finish(self._unfinished(), self._driver.clock.now())
 
     def _unfinished(self) -> int:
         """Trajectories that the next batch still needs."""

@@ -104,7 +104,6 @@ class TrainingFinished:
     """The trainer's GPUs idle until the next batch."""
 
     step: int
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

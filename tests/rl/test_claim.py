@@ -19,7 +19,7 @@ def test_where_nobody_lends_sessions_begin_at_once_and_nobody_hears_of_them() ->
     for session in (1, 2, 3):
         assert held.begin(1.0) == session == held.may_begin
         assert held.begin(1.5) == session  # it has them
-        held.finish(1.0, 4, 2.0)
+        held.finish(4, 2.0)
     assert told == []
 
 
@@ -27,13 +27,13 @@ def test_a_moment_of_idleness_is_not_told() -> None:
     held, told = claim()
     first = held.begin(0.0)
     held.may_begin = first
-    held.finish(0.5, 4, 1.0)
+    held.finish(4, 1.0)
     held.turn(1.0 + IDLE_S / 2)
     assert held.begin(1.2) == first
     assert told == [TrainingBegins(step=1, deadline=30.0)]
-    held.finish(0.5, 4, 2.0)
+    held.finish(4, 2.0)
     held.turn(2.0 + IDLE_S)
-    assert told[1:] == [BatchProgress(unfinished=4), TrainingFinished(step=1, seconds=0.5)]
+    assert told[1:] == [BatchProgress(unfinished=4), TrainingFinished(step=1)]
     assert held.begin(3.0) == 2 and told[-1] == TrainingBegins(step=2, deadline=33.0)
     held.turn(9.0)
     assert len(told) == 4
@@ -41,10 +41,10 @@ def test_a_moment_of_idleness_is_not_told() -> None:
 
 def test_fixed_lending_is_told_at_once() -> None:
     held, told = claim(weighed=False)
-    held.finish(0.0, 4, 0.0)  # it has none
+    held.finish(4, 0.0)  # it has none
     held.begin(0.0)
-    held.finish(0.5, 7, 1.0)
-    assert told[1:] == [BatchProgress(unfinished=7), TrainingFinished(step=1, seconds=0.5)]
+    held.finish(7, 1.0)
+    assert told[1:] == [BatchProgress(unfinished=7), TrainingFinished(step=1)]
 
 
 def test_progress_is_told_when_it_changes_and_not_too_often() -> None:

@@ -56,4 +56,4 @@ class Trainer:
         self._publish(self.version)
         self._emit(WeightsPublished(version=self.version))
         self._finished(batch, self._agenda.now - self._settings.publish_s)
-        self._emit(TrainingFinished(step=self.version, seconds=self._agenda.now - self._wanted_at))
+        self._emit(TrainingFinished(step=self.version))
