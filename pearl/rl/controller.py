@@ -268,11 +268,11 @@ class Controller:
         """Sends the command that `make(number)` gives to these ranks and pumps until all have done it."""
         number = self.next_number()
         command, ranks = make(number), list(ranks)
-        name = type(command).__name__
+        name, message = type(command).__name__, self.server.encode(command)  # once: a batch takes time, and much memory
         self._done[number] = {}
         for rank in ranks:
             self.activity.begin(rank, name, self.clock.now())
-            self.send(rank, command)
+            self.server.send_encoded(name_of(rank), message)
         self.wait_for(lambda: len(self._done[number]) == len(ranks), "timeouts.command_s", f"command {number} ({name})")
         return self._done.pop(number)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from fake_ranks import FakeRanks, InlinePool
 
@@ -111,6 +112,16 @@ def test_each_command_reaches_the_ranks_it_is_for_in_number_order(make: Callable
     assert not any(job.ranks.requests[rank] for rank in training)
     plans = {id(command): command for command in job.ranks.commands[0] if isinstance(command, TrainStep)}.values()
     assert all(len(update) == train_ranks for command in plans for update in command.plan.updates)
+
+
+def test_a_command_is_encoded_once_for_all_its_ranks(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch is long: once per rank would take that many times the memory, and no pings meanwhile."""
+    encoded: list[type] = []
+    encode = msgspec.msgpack.Encoder().encode
+    job = make(small(4, "cluster.train_ranks=2"), 4)
+    job.controller.server._encoder = SimpleNamespace(encode=lambda one: encoded.append(type(one)) or encode(one))
+    assert play(job).exit_code == 0
+    assert (encoded.count(TrainStep), encoded.count(Publish)) == (2 + 3, 1 + 3)
 
 
 def test_a_job_has_exactly_its_steps_and_tells_of_each(make: Callable[..., Any]) -> None:
