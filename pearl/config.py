@@ -330,8 +330,8 @@ def resolve(config: Config, world: int) -> Config:
         raise ValueError(f"{sizes}, e.g. {nearest_multiples(c.rollout_batch_size, c.group_size)}")
     if c.rollout_batch_size % c.optimizer.mini_batch_size:
         divisors = [n for n in range(1, c.rollout_batch_size + 1) if c.rollout_batch_size % n == 0]
-        sizes = f"optimizer.mini_batch_size={c.optimizer.mini_batch_size}: must divide rollout_batch_size={c.rollout_batch_size}"
-        raise ValueError(f"{sizes}; valid: {', '.join(map(str, divisors))}")
+        valid = f"must divide rollout_batch_size={c.rollout_batch_size}; valid: {', '.join(map(str, divisors))}"
+        raise ValueError(f"optimizer.mini_batch_size={c.optimizer.mini_batch_size}: {valid}")
     for prefix, waits in (("timeouts", c.timeouts), ("elastic", c.elastic)):  # else everybody looks silent between two pings
         below(waits, prefix, "heartbeat_s", "silence_s")
     _check_reports(c)

@@ -134,7 +134,7 @@ def test_what_cannot_be_a_time_or_a_count_is_refused(telemetry) -> None:
 
 
 def test_the_largest_counts_that_are_believed_do_not_break_the_sums() -> None:
-    profile = RuntimeProfile(replace(COSTS, decode=DecodeCost(base_s=0.0), step_overhead_s=0.0), LOAD)  # steps that take no time
+    profile = RuntimeProfile(replace(COSTS, decode=DecodeCost(base_s=0.0), step_overhead_s=0.0), LOAD)  # steps without a price
     for seconds in (1e-9, 600.0, 1e-9, 600.0):
         profile.observe(
             StepTelemetry(
