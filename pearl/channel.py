@@ -20,6 +20,8 @@ FIRST = int(zmq.SNDMORE) | NOBLOCK
 """As plain numbers: flags of an enumeration cost more than the system calls that they are for."""
 HIGH_WATER = 100_000
 """Messages queued for one peer before sending to it is an error."""
+UNREADABLE = (msgspec.DecodeError, RecursionError)
+"""What decoding raises; the latter for lists in lists without end, also where nobody would read them."""
 
 
 class ChannelError(RuntimeError):
@@ -59,10 +61,20 @@ class Server:
 
     def send(self, peer: str, message: Any) -> None:
         """Queues a message for a peer; ChannelError if it is unknown or its queue is full."""
+        self._send(peer, self._encoder.encode(message), copy=True)
+
+    def encode(self, message: Any) -> zmq.Frame:
+        """A message for several peers: made once, and kept once for all of them."""
+        return zmq.Frame(self._encoder.encode(message), copy=True)
+
+    def send_encoded(self, peer: str, message: zmq.Frame) -> None:
+        """`send` of what `encode` gave."""
+        self._send(peer, message, copy=False)
+
+    def _send(self, peer: str, payload: bytes | zmq.Frame, *, copy: bool) -> None:
         try:
-            payload = self._encoder.encode(message)
             self.socket.send(peer.encode(), FIRST)  # the second frame cannot fail if this one did not
-            self.socket.send(payload, NOBLOCK)
+            self.socket.send(payload, NOBLOCK, copy=copy)
         except (zmq.Again, zmq.ZMQError) as error:
             raise ChannelError(f"peer {peer!r} cannot be reached: {error}") from None
 
@@ -78,7 +90,7 @@ class Server:
                     self.oversized.append((peer, len(frames[-1])))
                     continue
                 messages.append((peer, self._decoder.decode(frames[-1])))
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except (*UNREADABLE, UnicodeDecodeError):
                 self.rejected += 1
         return messages
 
@@ -122,7 +134,7 @@ class Client:
         while (frames := _receive_now(self.socket)) is not None:
             try:
                 messages.append(self._decoder.decode(frames[-1]))
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 self.rejected += 1
         return messages
 

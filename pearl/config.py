@@ -15,6 +15,7 @@ from pearl.emulation_options import EMULATED
 from pearl.emulation_options import EmulationOptions as EmulationOptions
 from pearl.field_checks import above_zero as above_zero
 from pearl.field_checks import at_least as at_least
+from pearl.field_checks import below
 from pearl.field_checks import one_of as one_of
 from pearl.protocol import Role, SamplingParams
 from pearl.scheduler_options import BorrowSettings as BorrowSettings
@@ -220,8 +221,8 @@ class Timeouts:
     """Every wait of the job has one of these, in seconds, and its error names it.
 
     `join_s`: until all ranks have found each other; `start_s`: until all have loaded what they need; `silence_s`: a rank or
-    controller that answers no heartbeat for so long is killed, and the job ends; `stop_s`: a rank that was told to end is
-    gone after so long, whatever it is doing.
+    controller that answers no heartbeat (one each `heartbeat_s`, which is less) for so long is killed, and the job ends;
+    `stop_s`: a rank that was told to end is gone after so long, whatever it is doing.
     """
 
     join_s: float = 25.0
@@ -325,15 +326,14 @@ def resolve(config: Config, world: int) -> Config:
         most = f"of {world} rank{'s' if world > 1 else ''} at most {max(1, world - 1)} can train"
         raise ValueError(f"cluster.train_ranks={train_ranks}: {most}, at least one must serve")
     if c.rollout_batch_size % c.group_size:
-        valid = nearest_multiples(c.rollout_batch_size, c.group_size)
         sizes = f"rollout_batch_size={c.rollout_batch_size}: must be a multiple of group_size={c.group_size}"
-        raise ValueError(f"{sizes}, e.g. {valid}")
+        raise ValueError(f"{sizes}, e.g. {nearest_multiples(c.rollout_batch_size, c.group_size)}")
     if c.rollout_batch_size % c.optimizer.mini_batch_size:
         divisors = [n for n in range(1, c.rollout_batch_size + 1) if c.rollout_batch_size % n == 0]
-        raise ValueError(
-            f"optimizer.mini_batch_size={c.optimizer.mini_batch_size}: must divide rollout_batch_size="
-            f"{c.rollout_batch_size}; valid: {', '.join(map(str, divisors))}"
-        )
+        valid = f"must divide rollout_batch_size={c.rollout_batch_size}; valid: {', '.join(map(str, divisors))}"
+        raise ValueError(f"optimizer.mini_batch_size={c.optimizer.mini_batch_size}: {valid}")
+    for prefix, waits in (("timeouts", c.timeouts), ("elastic", c.elastic)):  # else everybody looks silent between two pings
+        below(waits, prefix, "heartbeat_s", "silence_s")
     _check_reports(c)
     if c.model.path is None:
         _check_fresh_model(c)

@@ -40,6 +40,13 @@ def within(section: Any, prefix: str, low: float, high: float, *names: str) -> N
             raise ValueError(f"{prefix}.{name}={value!r}: must be in [{low}, {high}]")
 
 
+def below(section: Any, prefix: str, less: str, more: str) -> None:
+    """ValueError unless the field `less` of `section` is below its field `more`."""
+    low, high = getattr(section, less), getattr(section, more)
+    if not low < high:
+        raise ValueError(f"{prefix}.{less}={low:g}: must be below {prefix}.{more}={high:g}")
+
+
 def _is_number(value: Any, whole: bool = False) -> bool:
     kinds = int if whole else (int, float)
     return isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)

@@ -112,11 +112,12 @@ class SchedOptions:
 class ElasticOptions:
     """Workers that come and go while the job runs. `listen`: "HOST:PORT" where they may join (port 0: a free one); "" nowhere.
 
-    One that was silent for `silence_s` counts as gone; it is pinged every `heartbeat_s`. So does one that answers pings, but
-    whose engine's loop has said nothing for `stuck_s` while it serves. `reconnect_s`: for how long a worker looks for a job
-    that vanished; `notice_s`: what it is given to leave. `trace`: a file of arrivals and departures of nodes (lines of ms, add
-    or remove, node) to play with workers on this machine, `speedup` times as fast, and no more than `trace_nodes` of them at a
-    time; should the process that plays it end, the job goes on without these workers, unless `trace_required`.
+    One that was silent for `silence_s` counts as gone; it is pinged every `heartbeat_s`, which is less. So does one that
+    answers pings, but whose engine's loop has said nothing for `stuck_s` while it serves. `reconnect_s`: for how long a worker
+    looks for a job that vanished; `notice_s`: what it is given to leave. `trace`: a file of arrivals and departures of nodes
+    (lines of ms, add or remove, node) to play with workers on this machine, `speedup` times as fast, and no more than
+    `trace_nodes` of them at a time; should the process that plays it end, the job goes on without these workers, unless
+    `trace_required`.
     """
 
     listen: str = ""

@@ -228,6 +228,9 @@ class InlinePool:
         self._writer.connect(address)
         self.ends = [self._reader]
 
+    def learn(self, words: Any) -> None:
+        """Its environments say text."""
+
     def reset(self, episode_id: str, seed: int) -> None:
         def begun(_: Any) -> tuple:
             env = self._live[episode_id] = registry.make(self._options.name, **registry.constructor_options(self._options))

@@ -12,8 +12,16 @@ from typing import Any
 
 SAME_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 OTHER_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+DESCRIPTIONS = ("config.json", "generation_config.json")
+"""All that an engine without weights and text needs of a folder."""
 DEPTH = 4
 """How far below a folder models are looked for: RUN/checkpoints/step_000010/NAME is as deep as a run has one."""
+
+
+def descriptions(folder: str | Path) -> dict[str, str]:
+    """The texts of DESCRIPTIONS, of those that are there, by name."""
+    paths = [Path(folder) / name for name in DESCRIPTIONS]
+    return {path.name: path.read_text() for path in paths if path.is_file()}
 
 
 def generation_defaults(folder: str | Path) -> dict[str, Any]:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from pearl import config as configuration
 from pearl.config import Config
+from pearl.engine.model_folder import descriptions
 from pearl.engine.models.config import from_folder
 from pearl.metrics.jsonl import JsonlWriter, read_jsonl
 from pearl.protocol import (
@@ -38,6 +40,7 @@ from pearl.rl.availability import Player
 from pearl.rl.claim import TrainersClaim
 from pearl.rl.cluster_view import cluster_metrics, decision_line, role_words
 from pearl.rl.collector import Collector
+from pearl.rl.failure import contained
 from pearl.rl.followers import Followers
 from pearl.rl.layout import JobLayout
 from pearl.rl.members import Externals, Member, name_of, number_of
@@ -66,9 +69,6 @@ WEIGHED = ("auto", "all_or_none")
 
 MEASURE_EVERY_S = 1.0
 """How often at most the scheduler hears what a step was like."""
-
-MODEL_FILES = ("config.json", "generation_config.json")
-"""All that an engine without weights and text needs of a model folder."""
 
 
 class ClusterDriver(Protocol):
@@ -118,7 +118,7 @@ class Cluster:
     def begin(self, collector: Collector, ready: dict[int, Ready], model_folder: Path, now: float) -> None:
         """All ranks of WORLD are there; none serves yet, none trains."""
         self.collector, self._ready, self._model_folder = collector, dict(ready), str(model_folder)
-        self._vocab_size, self._model_files = from_folder(model_folder).vocab_size, _model_files(model_folder)
+        self._vocab_size, self._model_files = from_folder(model_folder).vocab_size, descriptions(model_folder)
         layout, settings = self._driver.layout, SchedulerSettings.of(self._config)
         serving = [ready[rank] for rank in layout.serving]
         self._max_model_len = min(one.max_model_len for one in serving)
@@ -237,6 +237,11 @@ class Cluster:
             case _:
                 self.take(event, now)
 
+    def blame(self, number: int, now: float, why: str) -> None:
+        """A message of an external worker has led to an error of ours: it is let go, and counted."""
+        self.externals.dropped["error"] += 1
+        self.gone(number, why, now)
+
     def gone(self, number: int, reason: str, now: float) -> None:
         """An external worker is no longer there: what it had goes on elsewhere."""
         if (member := self.externals.members.get(number)) is None:
@@ -258,15 +263,15 @@ class Cluster:
 
     def _admit(self, peer: str, join: Join, now: float) -> None:
         member = self.externals.admit(peer, join, now)
+        with contained(partial(self.blame, member.number, now)):
+            self._answer(member, join, now)
+
+    def _answer(self, member: Member, join: Join, now: float) -> None:
         answer = Joined(
-            rank=member.number,
-            config=configuration.to_json(self._config),
-            model_folder=self._model_folder,
-            weight_version=self._version,
-            pulls=self.pulls(),
-            files=self._model_files,
-        )
-        if not self.externals.tell(peer, answer):
+            rank=member.number, config=configuration.to_json(self._config), model_folder=self._model_folder,
+            weight_version=self._version, pulls=self.pulls(), files=self._model_files,
+        )  # fmt: skip
+        if not self.externals.tell(member.peer, answer):
             self.externals.forget(member.number)
             return
         self.feed(
@@ -279,14 +284,9 @@ class Cluster:
         if event.rank in self.externals.members:
             self.followers.heard(event.rank, event.weight_version)
         report = WorkerReport(
-            worker=name,
-            epoch=event.epoch,
-            running=event.running,
-            waiting=event.waiting,
-            kv_used=event.kv_used,
-            kv_total=event.kv_total,
-            weight_version=event.weight_version,
-        )
+            worker=name, epoch=event.epoch, running=event.running, waiting=event.waiting, kv_used=event.kv_used,
+            kv_total=event.kv_total, weight_version=event.weight_version,
+        )  # fmt: skip
         self.feed(report, now)
 
     # ------------------------------------------------------------------------------------------------- what the run says
@@ -320,14 +320,9 @@ class Cluster:
         step = counts - self._counts
         self._counts = counts
         telemetry = self._telemetry.finish(
-            batch,
-            self.collector.env_seconds,
-            prompt_tokens=step["prompt_tokens"],
-            cached_tokens=step["cached_tokens"],
-            trajectories=step["trajectories"],
-            local_tokens=self.router.append_on_decode_tokens,
-            now=now,
-        )
+            batch, self.collector.env_seconds, prompt_tokens=step["prompt_tokens"], cached_tokens=step["cached_tokens"],
+            trajectories=step["trajectories"], local_tokens=self.router.append_on_decode_tokens, now=now,
+        )  # fmt: skip
         self.feed(StepMeasured(telemetry=telemetry, makespan_s=makespan_s), now)
 
     # ------------------------------------------------------------------------------------------------- for people
@@ -371,6 +366,11 @@ class Cluster:
             self._driver.send(rank, order)
         return number
 
+    def dismiss(self, worker: str, make: Callable[[int], MemberOrder], reason: str) -> None:
+        self.order(worker, make)
+        if (member := self.externals.members.get(number_of(worker))) is not None:
+            self._forget(member, reason)
+
     def pulls(self) -> list[str]:
         return self.followers.sources(self._ready)
 
@@ -392,8 +392,3 @@ class Cluster:
             self.externals.tell(member.peer, Refused(reason=reason))
             self.externals.forget(number)
             self._driver.notice(f"worker {worker} is refused: {reason}")
-
-
-def _model_files(folder: Path) -> dict[str, str]:
-    paths = [folder / name for name in MODEL_FILES]
-    return {path.name: path.read_text() for path in paths if path.is_file()}

@@ -10,6 +10,7 @@ without gaps; every wait has a deadline with a name; whatever happens, the ranks
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import math
@@ -19,6 +20,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,7 @@ from pearl.rl.envs import registry as environments
 from pearl.rl.envs.base import example_of, system_prompt_of
 from pearl.rl.envs.pool import EnvironmentPool
 from pearl.rl.envs.wire import words_for
+from pearl.rl.failure import JobFailed, contained
 from pearl.rl.heartbeat import LONGEST_GAP_S, Heartbeat
 from pearl.rl.layout import JobLayout
 from pearl.rl.members import Externals, name_of, number_of
@@ -70,14 +73,6 @@ STATUS_EVERY_S = 1.0
 LOOK_EVERY_S = 0.05
 """How often time passes for those who wait for it, if nothing comes but tokens and what environments say."""
 EVERYDAY = (Tokens, Report, Pong)
-
-
-class JobFailed(RuntimeError):
-    """The job cannot go on; the message is its one-line reason."""
-
-    def __init__(self, reason: str, exit_code: int = 1) -> None:
-        super().__init__(reason)
-        self.exit_code = exit_code
 
 
 class Controller:
@@ -195,20 +190,17 @@ class Controller:
             self.cluster.invited()
 
     def end(self, stop: Stop) -> None:
-        """Tells the ranks and ends the environments; never raises."""
-        for rank in self._hellos:
+        """Tells the ranks and ends the environments; never raises, and leaves no socket behind."""
+        steps: list[Callable[[], Any]] = [partial(self.send, rank, stop) for rank in self._hellos]
+        steps += [partial(self.externals.send, number, stop) for number in self.externals.members]
+        steps += [self.cluster.close, self.externals.close, self.pool.close, partial(self.activity.close, self.clock.now())]
+        steps += [partial(self.server.socket.close, linger=1000), partial(self.context.destroy, linger=1000)]
+        for step in steps:
             try:
-                self.send(rank, stop)
-            except ChannelError as error:
-                print(error, flush=True)
-        for number in self.externals.members:
-            self.externals.send(number, stop)
-        self.cluster.close()
-        self.externals.close()
-        self.pool.close()
-        self.activity.close(self.clock.now())
-        self.server.socket.close(linger=1000)
-        self.context.term()
+                step()
+            except Exception as error:  # the rest is done all the same
+                with contextlib.suppress(OSError):  # the log may be on a full disk
+                    print(error if isinstance(error, ChannelError) else traceback.format_exc(), flush=True)
 
     # ------------------------------------------------------------------------------------------------- the loop
 
@@ -268,11 +260,11 @@ class Controller:
         """Sends the command that `make(number)` gives to these ranks and pumps until all have done it."""
         number = self.next_number()
         command, ranks = make(number), list(ranks)
-        name = type(command).__name__
+        name, message = type(command).__name__, self.server.encode(command)  # once: a batch takes time, and much memory
         self._done[number] = {}
         for rank in ranks:
             self.activity.begin(rank, name, self.clock.now())
-            self.send(rank, command)
+            self.server.send_encoded(name_of(rank), message)
         self.wait_for(lambda: len(self._done[number]) == len(ranks), "timeouts.command_s", f"command {number} ({name})")
         return self._done.pop(number)
 
@@ -339,9 +331,10 @@ class Controller:
 
     def _take_external(self, event: Any) -> None:
         now = self.clock.now()
-        self.cluster.take_external(event, now)
-        if isinstance(event, Tokens) and event.rank in self.externals.members:  # still: its words can be true
-            self.activity.stepped(event, now)
+        with contained(partial(self.cluster.blame, event.rank, now)):
+            self.cluster.take_external(event, now)
+            if isinstance(event, Tokens) and event.rank in self.externals.members:  # still: its words can be true
+                self.activity.stepped(event, now)
 
     def _watch(self, now: float) -> None:
         if self.interrupted_by is not None:
@@ -386,7 +379,8 @@ def main(argv: list[str]) -> int:
     os.close(fd)
     stop = controller.work()
     controller.end(stop)
-    print(f"ended: {stop.reason}", flush=True)
+    with contextlib.suppress(OSError):
+        print(f"ended: {stop.reason}", flush=True)
     return stop.exit_code
 
 

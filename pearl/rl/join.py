@@ -34,8 +34,6 @@ EXIT_USAGE = 2
 PAUSE_S = 1.0
 """Between two tries to find the job."""
 POLL_S = 0.5
-ASKING = 2.0
-"""How many times `silence_s` an answer to asking is waited for."""
 
 
 class External:
@@ -85,7 +83,7 @@ class External:
         link = self._link = Link(self._address, self._options.silence_s, self._gpus)
         link.start()
         try:
-            link.answered.wait(ASKING * self._options.silence_s)
+            link.answered.wait(self._options.silence_s)  # after that it is lost
             answer = link.answer
             if answer is None or link.lost:
                 return None, None if link.reached else time.monotonic() - began
@@ -94,7 +92,7 @@ class External:
                 return 1, None
             began = time.monotonic()
             code = self._serve(link, answer)
-            return code, None if time.monotonic() - began > ASKING * self._options.silence_s else 0.0
+            return code, None if time.monotonic() - began > self._options.silence_s else 0.0
         finally:
             self._link = None  # a signal that comes now finds no job to tell
             link.close()

@@ -17,6 +17,8 @@ from pearl.engine.weights.snapshot import Snapshot
 
 TOTAL_TIMEOUT_S = 60.0
 TIMEOUT_S = 10.0
+PATIENCE_S = 20.0
+"""For so long who serves already waits for one holder to have the version, or a slot, before it asks the next."""
 
 
 def holders_of(pulls: list[str]) -> list[Holder]:
@@ -30,14 +32,19 @@ def holders_of(pulls: list[str]) -> list[Holder]:
 
 
 class PullFetcher:
-    """`waking.Fetcher` for an Engine; `name` is how the worker calls itself. `total_timeout_s` bounds each order."""
+    """`waking.Fetcher` for an Engine; `name` is how the worker calls itself. `total_timeout_s` bounds each order.
+
+    Who serves is told of a new version before its parent in the tree has it, and waits for that one (`patience_s` at most),
+    lest all go to the trainers' machine. Who wakes is told of workers that have it, and takes it from the first with a slot.
+    """
 
     def __init__(
         self, engine: Engine, snapshot: Snapshot, name: str, *, total_timeout_s: float = TOTAL_TIMEOUT_S,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S, patience_s: float = PATIENCE_S,
     ) -> None:  # fmt: skip
         self._engine, self._snapshot, self._name = engine, snapshot, name
-        self._total_timeout_s, self._timeout_s = total_timeout_s, timeout_s
+        self._waits = {"total_timeout_s": total_timeout_s, "timeout_s": timeout_s}
+        self._patience_s = patience_s
         self._reader = snapshot.reader()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -61,7 +68,8 @@ class PullFetcher:
         if error is not None:
             raise error
         if self._newest() < self._wanted:
-            self._thread = threading.Thread(target=self._pull, args=(self._holders,), name="fetch", daemon=True)
+            patience_s = self._patience_s if self._engine.weight_version >= 0 else 0.0
+            self._thread = threading.Thread(target=self._pull, args=(self._holders, patience_s), name="fetch", daemon=True)
             self._thread.start()
             return None
         start = time.perf_counter()
@@ -77,11 +85,9 @@ class PullFetcher:
     def _newest(self) -> int:
         return max(self._snapshot.versions, default=-1)
 
-    def _pull(self, holders: list[Holder]) -> None:
+    def _pull(self, holders: list[Holder], patience_s: float) -> None:
         try:
-            report = fetch(
-                self._snapshot, holders, name=self._name, total_timeout_s=self._total_timeout_s, timeout_s=self._timeout_s
-            )
+            report = fetch(self._snapshot, holders, name=self._name, patience_s=patience_s, **self._waits)
             self._bytes += report.nbytes
         except (OSError, RuntimeError, ValueError) as error:
             if holders is self._holders:  # else nobody waits for it: the next order has its own

@@ -6,7 +6,6 @@ negative.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +13,12 @@ import numpy as np
 
 JUMP = 10.0
 """Largest factor by which one observation may differ from what is known; beyond, it counts as that far away."""
+
+MOST_COUNTED = 1e12
+"""No observation stands for more than that: sums of many of them stay far from what a float can hold."""
+
+LEAST_EXPECTED_S = 1e-12
+"""A prior that says less, of whatever size, tells nothing about how much slower or faster a machine is."""
 
 OUTLYING, REWEIGHTED = 3.0, 6
 """Of `total_fit`."""
@@ -37,8 +42,8 @@ class Average:
     guessed: bool = False
 
     def observe(self, value: float | None, count: float = 1.0) -> bool:
-        """False, nothing changed, for what is not a number in [low, high] or has no count."""
-        if value is None or not math.isfinite(value) or not self.low <= value <= self.high or not 0 < count < math.inf:
+        """False, nothing changed, for what is not a number in [low, high] (finite both), or for a count that none can be."""
+        if value is None or not self.low <= value <= self.high or not 0 < count <= MOST_COUNTED:
             return False
         if self.guessed and not self.weight:
             self.value, self.weight = value, count
@@ -88,15 +93,16 @@ class StepFit:
         self._prior_coefficients = self.coefficients.copy()
         size = len(self.coefficients)
         self._gram, self._right = np.zeros((size, size)), np.zeros(size)
-        self._expected = self.points @ self.coefficients
+        self._expected = np.maximum(self.points @ self.coefficients, LEAST_EXPECTED_S)
 
     _prior_coefficients: Any = field(init=False)
     _expected: Any = field(init=False)
 
     def observe(self, rows: Any, seconds: Any, counts: Any) -> None:
-        """`rows` of features, one per measurement; all positive and finite (the caller's part). Refits at once."""
+        """`rows` of features, one per measurement; all positive, and no more than times and counts can be (the caller's part).
+        Refits at once."""
         rows, seconds, counts = (np.asarray(values, dtype=np.float64) for values in (rows, seconds, counts))
-        expected = rows @ self._prior_coefficients
+        expected = np.maximum(rows @ self._prior_coefficients, LEAST_EXPECTED_S)
         if self.guessed and not self.weight:
             self.scale = _weighted_median(seconds / expected, counts)
         seconds = np.clip(seconds, expected * self.scale / JUMP, expected * self.scale * JUMP)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pearl.sched.cost_profile import CHANGES, ChangeCost, CostProfile, DecodeCost, PrefillCost
-from pearl.sched.fit import Average, StepFit
+from pearl.sched.fit import MOST_COUNTED, Average, StepFit
 from pearl.sched.workload import QUANTILES, Workload
 
 MEANS = {
@@ -38,7 +38,7 @@ LEAST_MOVING = 0.1
 """Share of what a hand-over was measured to take that is its way at least, however long taking it in is said to take."""
 
 MOST_CALIBRATION = 4.0
-LONGEST_STEP_S, MOST_SEQUENCES, MOST_TOKENS, MOST_EAGER = 600.0, 1e5, 1e8, 20.0
+SHORTEST_STEP_S, LONGEST_STEP_S, MOST_SEQUENCES, MOST_TOKENS, MOST_EAGER = 1e-9, 600.0, 1e5, 1e8, 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +282,7 @@ class RuntimeProfile:
 
     def _observe_prefill(self, samples: tuple[PrefillSample, ...]) -> None:
         good = [one for one in samples if _sound(one.seconds, one.count, one.new, MOST_TOKENS, one.prefix)]
+        good = [one for one in good if 0 <= one.beside <= MOST_SEQUENCES]
         self.rejected["prefill"] += len(samples) - len(good)
         if good:
             rows = [_prefill_row(one.new, one.prefix, one.beside > 0) for one in good]
@@ -292,7 +293,7 @@ class RuntimeProfile:
                 self._beside.observe(sum(one.beside * one.count for one in near) / counts, counts)
 
     def _observe_transfer(self, samples: tuple[TransferSample, ...]) -> None:
-        good = [one for one in samples if _sound(one.seconds, one.count, one.tokens, MOST_TOKENS, 0.0) and one.tokens >= 1]
+        good = [one for one in samples if _sound(one.seconds, one.count, one.tokens, MOST_TOKENS, 0.0)]
         self.rejected["transfer"] += len(samples) - len(good)
         if good:
             taking = self._costs.hand_over.take_s  # is priced apart
@@ -320,5 +321,6 @@ def _prefill_coefficients(costs: CostProfile) -> list[float]:
 
 
 def _sound(seconds: float, count: float, size: float, most: float, context: float) -> bool:
-    numbers = all(math.isfinite(value) for value in (seconds, count, size, context))
-    return numbers and 0 < seconds <= LONGEST_STEP_S and count > 0 and 0 < size <= most and 0 <= context <= MOST_TOKENS
+    """Whether these can be a time, a number of times, a number of sequences or tokens, and of tokens before them."""
+    counts = 1 <= count <= MOST_COUNTED and 1 <= size <= most and 0 <= context <= MOST_TOKENS
+    return counts and SHORTEST_STEP_S <= seconds <= LONGEST_STEP_S

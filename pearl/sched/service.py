@@ -38,6 +38,9 @@ class ClusterPort(Protocol):
     def order(self, worker: str, make: Callable[[int], MemberOrder]) -> int:
         """Sends the order that `make(number)` gives; its number. `ClusterService.answered` is called when it is answered."""
 
+    def dismiss(self, worker: str, make: Callable[[int], MemberOrder], reason: str) -> None:
+        """Sends the last order to a worker that counts as lost by now; nobody waits for an answer."""
+
     def pulls(self) -> list[str]:
         """Where weight versions are to be had now."""
 
@@ -124,6 +127,9 @@ class ClusterService:
 
     def _carry_out(self, command: ClusterCommand, now: float) -> None:
         match command:
+            case Leave() if command.worker not in self.scheduler.state.workers:
+                self._forget(command.worker)
+                self._port.dismiss(command.worker, self._worded(command), "does not answer")
             case SetRole() | Borrow() | GiveBack() | Leave() | Prepare():
                 self._order(command.worker, command.epoch, self._worded(command), now)
             case Admit():

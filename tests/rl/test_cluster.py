@@ -256,6 +256,19 @@ def test_a_worker_that_says_it_cannot_leave_costs_nobody_else_anything(folder: P
     assert town.shape == "1M" and not town.failures
 
 
+def test_a_worker_that_answers_no_order_is_said_not_to_answer(folder: Path, tmp_path: Path) -> None:
+    town = Town(tmp_path, folder, serving=1, seed=24, change_timeout_s=5.0)
+    town.scheduler.settings = dataclasses.replace(town.scheduler.settings, expand=ExpandSettings(external="always"))
+    number = town.join()
+    town.until(lambda: town.shape == "2M" and not town.scheduler.log.open)
+    town.stopped.add(number)
+    town.reshape("split", "1:1")
+    town.until(lambda: number not in town.externals.members)
+    assert f"worker rank{number} is gone: does not answer" in town.notices
+    assert f"rank{number}" not in {worker for worker, *_ in town.cluster.service._open.values()}
+    assert any(b"leave" in message for message in town.wires[number].down) and not town.failures
+
+
 def test_messages_of_strangers_and_of_the_dead_change_nothing(folder: Path, tmp_path: Path) -> None:
     town = Town(tmp_path, folder, serving=1, seed=11)
     state = town.scheduler.state

@@ -6,15 +6,18 @@ import dataclasses
 import itertools
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from fake_ranks import FakeRanks, InlinePool
 
+from pearl.channel import ChannelError
 from pearl.config import Config, Timeouts, resolve
 from pearl.metrics.jsonl import read_jsonl
 from pearl.overrides import override
@@ -23,6 +26,7 @@ from pearl.protocol import (
     Export,
     Failed,
     Interrupted,
+    Joined,
     Kill,
     Notice,
     Publish,
@@ -31,6 +35,7 @@ from pearl.protocol import (
     Status,
     StepReport,
     Stop,
+    Tokens,
     TrainStep,
 )
 from pearl.rl import controller as controller_module
@@ -38,6 +43,7 @@ from pearl.rl.controller import Controller, JobFailed
 from pearl.rl.envs import registry
 from pearl.rl.fresh_model import write_model_folder
 from pearl.rl.layout import JobLayout
+from pearl.rl.link import Address, Link
 from pearl.rl.recipes.quickstart import recipe
 
 SIZES = ["rollout_batch_size=8", "group_size=4", "optimizer.mini_batch_size=4"]
@@ -111,6 +117,16 @@ def test_each_command_reaches_the_ranks_it_is_for_in_number_order(make: Callable
     assert not any(job.ranks.requests[rank] for rank in training)
     plans = {id(command): command for command in job.ranks.commands[0] if isinstance(command, TrainStep)}.values()
     assert all(len(update) == train_ranks for command in plans for update in command.plan.updates)
+
+
+def test_a_command_is_encoded_once_for_all_its_ranks(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch is long: once per rank would take that many times the memory, and no pings meanwhile."""
+    encoded: list[type] = []
+    encode = msgspec.msgpack.Encoder().encode
+    job = make(small(4, "cluster.train_ranks=2"), 4)
+    job.controller.server._encoder = SimpleNamespace(encode=lambda one: encoded.append(type(one)) or encode(one))
+    assert play(job).exit_code == 0
+    assert (encoded.count(TrainStep), encoded.count(Publish)) == (2 + 3, 1 + 3)
 
 
 def test_a_job_has_exactly_its_steps_and_tells_of_each(make: Callable[..., Any]) -> None:
@@ -229,9 +245,9 @@ PARTS = {
 }
 
 
-def patched(target: Any, name: str) -> None:
+def patched(target: Any, name: str, error: Exception | None = None) -> None:
     def broken(*_: Any, **__: Any) -> None:
-        raise KeyError("an unexpected state")
+        raise error or KeyError("an unexpected state")
 
     setattr(target, name, broken)
 
@@ -253,6 +269,74 @@ def test_an_exception_in_any_part_is_told_to_all_ranks_at_once(make: Callable[..
     told = [when for when, _, message in job.ranks.messages if isinstance(message, Stop)]
     assert len(told) == 2
     assert max(told) - broken_at[0] < 10
+
+
+def spoken(rank: int) -> Tokens:
+    return Tokens(rank=rank, updates=[], seconds=0.0, waiting=0, running=0, free_blocks=9)
+
+
+class Joining(threading.Thread):
+    """An external worker that joins and, once it is let in, says `word`; `told`: why it was let go, and `gone` that it was."""
+
+    def __init__(self, invitation: str, word: Callable[[int], Any]) -> None:
+        super().__init__(daemon=True)
+        self.link, self.word, self.told, self.gone = Link(Address.parse(invitation), 20.0, []), word, "", threading.Event()
+
+    def run(self) -> None:
+        self.link.start()
+        deadline = time.monotonic() + 20
+        try:
+            if self.link.answered.wait(20) and isinstance(self.link.answer, Joined):
+                self.link.send(self.word(self.link.answer.rank))
+                while not self.told and time.monotonic() < deadline:
+                    self.told = "".join(message.reason for message in self.link.take(0.2) if isinstance(message, Stop))
+        finally:
+            self.link.close()
+            self.gone.set()
+
+
+def test_an_unforeseen_error_from_an_external_worker_s_message_costs_that_worker_alone(
+    make: Callable[..., Any], capfd: pytest.CaptureFixture
+) -> None:
+    def react(rank: int, message: Any) -> None:
+        if isinstance(message, Publish) and message.version == 2:
+            assert worker.gone.wait(30)
+
+    job = make(small(2, "elastic.listen=127.0.0.1:0", silence_s=60.0), 2, react=react)
+    worker = Joining(job.controller.externals.invitation, spoken)
+    patched(job.controller.cluster._failures, "weigh")
+    worker.start()
+    stop = play(job)
+    assert (stop.exit_code, stop.reason.split()[0]) == (0, "success"), stop
+    assert worker.told == "what it said led to KeyError: 'an unexpected state'"
+    assert job.controller.externals.dropped["error"] == 1
+    assert read_jsonl(job.run / "metrics.jsonl")[-1]["external_refused"] == 1
+    said = [message.text for _, _, message in job.ranks.messages if isinstance(message, Notice)]
+    assert "worker rank2 is gone: what it said led to KeyError: 'an unexpected state'" in said
+    assert "in broken" in capfd.readouterr().err, "with its traceback, in the controller's log"
+
+
+def test_what_ends_the_job_does_so_from_an_external_worker_s_message_too(make: Callable[..., Any]) -> None:
+    job = make(small(2, "elastic.listen=127.0.0.1:0"), 2)
+    controller = job.controller
+    for reason in (JobFailed("interrupted"), ChannelError("rank 0 cannot be reached")):
+        patched(controller.cluster, "take_external", reason)
+        with pytest.raises(type(reason)):
+            controller._take_external(spoken(2))
+    assert not controller.externals.dropped["error"]
+
+
+@pytest.mark.parametrize("part", ["cluster", "externals", "pool", "activity"])
+def test_the_end_is_told_to_everybody_whatever_else_fails(make: Callable[..., Any], part: str) -> None:
+    job = make(small(2, "elastic.listen=127.0.0.1:0", "max_steps=1"), 2)
+    controller = job.controller
+    controller.prepare()
+    stop = controller.work()
+    assert stop.exit_code == 0
+    patched(getattr(controller, part), "close", OSError(28, "No space left on device"))
+    controller.end(stop)
+    job.ranks.join(5.0)
+    assert set(job.ranks.stops) == {0, 1} and controller.context.closed
 
 
 def test_the_state_is_told_every_second(make: Callable[..., Any]) -> None:

@@ -33,12 +33,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def trainers(folder: Path) -> Iterator[tuple[Snapshot, str]]:
-    """The snapshot of the trainers' machine, and where it is given; version 1 is the second model."""
+def trainers(folder: Path) -> Iterator[tuple[Snapshot, PullServer, str]]:
+    """The snapshot of the trainers' machine, who gives it, and where; version 1 is the second model."""
     snapshot = Snapshot(from_folder(folder), torch.float32)
     assert snapshot.write(named(1), 1)
     server = PullServer(SnapshotHolding(snapshot.reader(), versions=1))
-    yield snapshot, f"{server.host}:{server.port}"
+    yield snapshot, server, f"{server.host}:{server.port}"
     server.close()
     snapshot.close()
 
@@ -71,8 +71,10 @@ def nobody() -> str:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_worker_pulls_serves_and_gives_on(trainers: tuple[Snapshot, str], worker: Callable[[str], ExternalParts]) -> None:
-    snapshot, root = trainers
+def test_a_worker_pulls_serves_and_gives_on(
+    trainers: tuple[Snapshot, PullServer, str], worker: Callable[[str], ExternalParts]
+) -> None:
+    snapshot, _, root = trainers
     first, second = worker("first"), worker("second")
     first.fetcher.begin(1, [root])
     assert through(first.fetcher)["bytes"] > 0 and first.engine.weight_version == 1
@@ -89,10 +91,33 @@ def test_a_worker_pulls_serves_and_gives_on(trainers: tuple[Snapshot, str], work
     assert through(second.fetcher)["bytes"] == 0.0  # it has it
 
 
-def test_what_nobody_gives_is_an_error_and_the_next_order_has_its_own(
-    trainers: tuple[Snapshot, str], worker: Callable[[str], ExternalParts]
+def test_who_serves_waits_for_its_parent_and_who_wakes_takes_it_where_it_is(
+    trainers: tuple[Snapshot, PullServer, str], worker: Callable[[str], ExternalParts]
 ) -> None:
-    _, root = trainers
+    snapshot, server, root = trainers
+    parent, child = worker("parent"), worker("child")
+    child.fetcher.begin(1, [parent.pulls, root])  # it wakes: the first has nothing yet
+    through(child.fetcher)
+    assert (server.stats.served, parent.server.stats.refused) == (1, 1)
+    parent.fetcher.begin(1, [root])
+    through(parent.fetcher)
+    assert snapshot.write(named(0), 2)
+    child.fetcher.begin(2, [parent.pulls, root])  # both are told of the version; the child is the quicker
+    assert child.fetcher.poll() is None
+    deadline = time.monotonic() + LIMIT_S
+    while parent.server.stats.refused < 3:
+        assert time.monotonic() < deadline and child.fetcher.poll() is None, "it did not wait"
+        time.sleep(0.001)
+    parent.fetcher.begin(2, [root])
+    through(parent.fetcher)
+    through(child.fetcher)
+    assert (child.engine.weight_version, server.stats.served, parent.server.stats.served) == (2, 3, 1)
+
+
+def test_what_nobody_gives_is_an_error_and_the_next_order_has_its_own(
+    trainers: tuple[Snapshot, PullServer, str], worker: Callable[[str], ExternalParts]
+) -> None:
+    *_, root = trainers
     parts = worker("alone")
     with pytest.raises(ValueError, match="nobody to pull it from"):
         parts.fetcher.begin(1, [])

@@ -112,6 +112,42 @@ def test_a_correction_does_not_grow_while_it_is_not_used() -> None:
     assert profile.workload().calibration == pytest.approx(1, rel=0.2)
 
 
+ONE_DECODE, ONE_PROMPT = DecodeSample(batch=8.0, context=4000.0, seconds=0.02), PrefillSample(new=9, prefix=40, seconds=0.02)
+
+
+@pytest.mark.parametrize("telemetry", [
+    *({"decode": (replace(ONE_DECODE, count=count),)} for count in (1.8e306, 1e13, 1e-300, 0.5)),
+    *({"decode": (replace(ONE_DECODE, batch=batch),)} for batch in (1e-300, 1e6)),
+    *({"decode": (replace(ONE_DECODE, seconds=seconds),)} for seconds in (5e-324, 1e-12, 601.0)),
+    *({"prefill": (replace(ONE_PROMPT, beside=beside), ONE_PROMPT)} for beside in (math.nan, -1.0, 1.8e306)),
+    *({"transfer": (TransferSample(tokens=64, seconds=0.1, count=count),)} for count in (1.8e306, 1e-300)),
+])  # fmt: skip
+def test_what_cannot_be_a_time_or_a_count_is_refused(telemetry) -> None:
+    profile = RuntimeProfile(COSTS, LOAD)
+    for _ in range(3):
+        profile.observe(StepTelemetry(trajectories=4, **telemetry))
+    [kind] = telemetry
+    assert profile.rejected[kind] == 3
+    if kind != "prefill":  # there one was sound
+        assert profile.confidence()[kind] == 0
+    assert all(math.isfinite(value) for value in profile.confidence().values())
+
+
+def test_the_largest_counts_that_are_believed_do_not_break_the_sums() -> None:
+    profile = RuntimeProfile(replace(COSTS, decode=DecodeCost(base_s=0.0), step_overhead_s=0.0), LOAD)  # steps without a price
+    for seconds in (1e-9, 600.0, 1e-9, 600.0):
+        profile.observe(
+            StepTelemetry(
+                trajectories=10**12, turns=5.0, decode=(replace(ONE_DECODE, seconds=seconds, count=1e12),),
+                prefill=(replace(ONE_PROMPT, seconds=seconds, count=1e12, beside=1e5),),
+            )
+        )  # fmt: skip
+    assert not profile.rejected.total() and math.isfinite(float(profile.costs().decode_step_s(8.0, 4000)))
+    assert all(0 <= value <= 1 for value in profile.confidence().values())
+    profile.observe(StepTelemetry(trajectories=10**400, turns=5.0))
+    assert profile.rejected["turns"] == 1
+
+
 def test_what_is_rejected_is_counted() -> None:
     profile = RuntimeProfile(COSTS, LOAD)
     profile.observe(

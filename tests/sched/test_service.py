@@ -32,6 +32,10 @@ class Port:
         self.on_order(worker)
         return len(self.orders) - 1
 
+    def dismiss(self, worker: str, make: Callable[[int], Any], reason: str) -> None:
+        self.order(worker, make)
+        self.calls.append(("dismiss", worker, reason))
+
     def pulls(self) -> list[str]:
         return ["there:1"]
 
@@ -166,6 +170,19 @@ def test_requests_of_a_worker_that_is_gone_are_placed_again() -> None:
     assert stage.port.calls == [("requeue", ("s",))]
     stage.service.gone(worker, "silent", stage.now)  # told twice
     assert len(stage.port.calls) == 1
+
+
+def test_who_answers_no_order_is_told_to_leave_and_nothing_more_is_awaited_of_it() -> None:
+    stage = Stage(pd=PdSettings(mode="mixed"), expand=ExpandSettings(external="always"))
+    stage.feed(joined("rank1", 1), WeightsPublished(version=2))
+    stage.feed(joined("rank2", 2, external=True, active=False))
+    for _ in range(200):
+        stage.tick()
+    waked, left = (type(order) for worker, order in (stage.port.orders[0], stage.port.orders[-1]) if worker == "rank2")
+    assert (waked, left) == (Wake, Leave) and "rank2" not in stage.scheduler.state.workers
+    assert stage.port.calls[-1] == ("dismiss", "rank2", "does not answer") and not stage.service._open
+    stage.service.answered(len(stage.port.orders) - 1, "rank2", error="", now=stage.now)
+    assert stage.service.counts["stale_answers"] == 1
 
 
 def test_what_carrying_out_leads_to_comes_after_it() -> None:
