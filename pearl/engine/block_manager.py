@@ -328,7 +328,7 @@ class BlockManager:
         if len(self._chain(request, root)) < len(chain):
             request.block_hashes = chain
         request.trail = self.cache.still_there(trail, root)
-        return request.trail, len(chain) - 1
+        return request.trail, len(trail)  # the chain may know a block more, which was looked for and never computed
 
     def _chain(self, request: Request, root: Root) -> list[int]:
         """The request's hashes, [root, block 0, block 1, ...] as far as they are known, of one root: emptied for another."""

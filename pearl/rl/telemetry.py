@@ -100,8 +100,8 @@ class TelemetryMeter:
         lengths = np.array([len(one.token_ids) for one in played], dtype=float)
         first = np.array([_first_prompt(one) for one in played], dtype=float)
         generated = sum(sum(one.loss_mask) for one in played)
-        appended = float(lengths.sum() - first.sum() - generated) / max(1.0, float(turns.sum() - len(played)))
-        fresh = float(first.mean()) + appended * float(turns.mean() - 1)  # of a trajectory; nobody can have that cached
+        appended = float(lengths.sum() - first.sum() - generated) / float(turns.sum())
+        fresh = float(first.mean()) + appended * float(turns.mean())  # of a trajectory; nobody can have that cached
         known = max(1.0, prompt_tokens - trajectories * fresh)
         local = [size for one in played for size in _local_appends(one, local_tokens)]
         per_turn = appended + float(first.mean()) / float(turns.mean())

@@ -143,6 +143,20 @@ def test_what_gave_way_and_is_found_again_was_lost_all_the_same() -> None:
     assert blocks.cache.evictable_blocks()[0] == block_id
 
 
+def test_what_was_never_computed_is_not_lost() -> None:
+    """A request that ends while it waits has looked for its blocks, and has had none."""
+    blocks = BlockManager(6, SIZE)
+    request = make_request("waits", context(0))
+    request.session_id = "s"
+    assert blocks.match_prefix(request, 0) == 0
+    end(blocks, request)
+    request = begin(blocks, "s", context(0))
+    assert not request.lost_prefix
+    end(blocks, request)
+    assert turn(blocks, "s", context(0)) == 1
+    blocks.check_integrity([])
+
+
 def test_a_part_that_is_left_is_kept() -> None:
     """Of three blocks the last is gone: the first two are found and stay, the third goes first."""
     blocks = BlockManager(8, SIZE)

@@ -127,7 +127,7 @@ def test_a_hand_over_lasts_from_its_offer_to_the_next_token_without_the_step_tha
     batch = [group(trajectory(10, [(4, 6), (4, 0)]))]
     seen = learn(meter, batch, trajectories=1)
     turn, whole = seen.transfer
-    assert (turn.tokens, turn.count) == (6 + 10 / 2, 1) and turn.seconds == pytest.approx(0.04), "what a turn adds"
+    assert (turn.tokens, turn.count) == ((6 + 10) / 2, 1) and turn.seconds == pytest.approx(0.04), "what a turn adds"
     assert (whole.tokens, whole.count) == (600, 1) and whole.seconds == pytest.approx(0.20)
     assert learn(meter, batch).transfer == ()
 
@@ -167,7 +167,7 @@ def test_a_batch_is_described_by_its_means() -> None:
     batch = [group(trajectory(10, [(4, 6)]), trajectory(14, [(4, 6), (4, 6), (4, 0)]))]
     seen = learn(meter, batch, 8.0, prompt_tokens=10 + 14 + 24 + 34, cached_tokens=19, trajectories=2)
     assert (seen.trajectories, seen.turns, seen.generated, seen.first_prompt, seen.longest) == (2, 2.0, 4.0, 12.0, 38.0)
-    assert seen.appended == pytest.approx(9.0)  # what follows the last turn too: the environment said it
+    assert seen.appended == pytest.approx(18 / 4)  # of a turn; what follows the last one too: the environment said it
     assert seen.env_s == 2.0
     assert seen.miss_share == pytest.approx(1 - 19 / (82 - 2 * 21))
     assert seen.turn_quantiles[-1] == 1.5

@@ -106,14 +106,13 @@ class Recorder:
     def telemetry(self, plans: list[TrajectoryPlan], overhead_s: float) -> StepTelemetry:
         """Of the step whose batch these trajectories are; begins a new one."""
         turns = np.array([len(plan.turns) for plan in plans], dtype=np.float64)
-        later = [turn for plan in plans for turn in plan.turns[1:]]
         every = [turn for plan in plans for turn in plan.turns]
         seen, appends = max(1, self._turns), max(1, self._appends)
         decode, prefill = self._steps.take()
         measured = StepTelemetry(
             trajectories=len(plans),
             turns=float(turns.mean()),
-            appended=float(np.mean([turn.appended for turn in later])) if later else None,
+            appended=float(np.mean([turn.appended for turn in every])),
             generated=float(np.mean([turn.generated for turn in every])),
             first_prompt=float(np.mean([plan.first_prompt for plan in plans])),
             context=self._contexts / seen if self._turns else None,
@@ -121,7 +120,7 @@ class Recorder:
             env_s=sum(plan.reset_s + sum(turn.env_s for turn in plan.turns) for plan in plans) / len(every),
             overhead_s=overhead_s,
             miss_share=self._missed / appends if self._appends else None,
-            local_share=self._local / appends if self._appends else None,
+            local_share=self._local / seen if self._turns else None,
             local_appended=self._local_tokens / self._local if self._local else None,
             decode_share=min(1.0, self._decoding_s / self._flight_s) if self._flight_s and self._decoding_s else None,
             turn_quantiles=tuple((np.quantile(turns, QUANTILES) / turns.mean()).tolist()),
