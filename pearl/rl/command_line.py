@@ -68,6 +68,9 @@ def planned(arguments: argparse.Namespace, world: int, *, try_prompt: bool = Fal
         check_settings(point, config)
     preflight.check(config, new_run=point is None, machine=not arguments.print)
     notice = preflight.check_prompt(config) if try_prompt else ""
+    if config.emulated is not None:
+        drawn = f"device={config.device}: tokens are drawn at random, steps take the profile's time, and nothing is learned"
+        notice = "; ".join(filter(None, (notice, drawn)))
     return Job(config=config, layout=JobLayout.of(config, world), resume=point, notice=notice)
 
 

@@ -45,7 +45,7 @@ class ControlThread(threading.Thread):
 
     Ends the rank (a `Stop` for the main loop, then a hard exit) when the controller says so because of a failure, when the
     parent process changes, when the controller was silent for `timeouts.silence_s`, or when it has ended; `controller` is its
-    process on the rank that started it, None elsewhere.
+    process on the rank that started it, None elsewhere. `leave` is the hard exit, if not `os._exit`.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class ControlThread(threading.Thread):
         timeouts: Timeouts,
         show: Callable[[Any], None],
         controller: subprocess.Popen | None,
+        leave: Callable[[int], Any] | None = None,
     ) -> None:
         super().__init__(name="control", daemon=True)
         self.rank = rank
@@ -62,6 +63,7 @@ class ControlThread(threading.Thread):
         self._timeouts = timeouts
         self._show = show
         self._controller = controller
+        self._leave = leave
         self._parent = os.getppid()
         self._mail = Mailbox()
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
@@ -207,7 +209,7 @@ class ControlThread(threading.Thread):
             self._mail.put(self._last_word)
             self._last_word = None
         if self._deadlines.get("exit", 1.0) <= 0:
-            os._exit(self._exit_code)
+            (self._leave or os._exit)(self._exit_code)
 
     def _flush(self, client: Client) -> None:
         try:

@@ -34,6 +34,9 @@ from pearl.rl.rank import RankLoop, report_failure
 from pearl.rl.run_state import RunLock, how_to_go_on, rewind_run
 from pearl.rl.start_watch import StartWatch, launcher_answers
 
+LAST_WORDS_S = 1.0
+"""How long a rank that has to go waits for its main thread to have said the last words, if that is about to."""
+
 
 class LaunchError(RuntimeError):
     """The job could not be started; the message is for the person who tried."""
@@ -179,7 +182,8 @@ class Launch:
             store.set("controller", self._read_address(address_fd))
             store.set("run", str(self.run_directory))
         self.run_directory = Path(store.get("run").decode())
-        self.control = ControlThread(store.get("controller").decode(), self.rank, timeouts, self._show, self.controller)
+        address = store.get("controller").decode()
+        self.control = ControlThread(address, self.rank, timeouts, self._show, self.controller, self._overdue)
         self.control.start()
         self.control.send(Hello(rank=self.rank, pid=os.getpid(), host=socket.gethostname(), roles=layout.roles(self.rank)))
         parts = self._parts(store)
@@ -267,11 +271,22 @@ class Launch:
             self._close(code, ending)
             process.leave(code)
 
+    def _overdue(self, code: int) -> NoReturn:
+        """Ends the process from another thread: the main one did not come back in time, from an update that takes longer."""
+        if self.closing.acquire(timeout=LAST_WORDS_S):  # else it is on its way out, and hangs there
+            self._last_words(code, "")
+        process.leave(code)
+
     def _close(self, code: int, ending: str) -> None:
         if self.control is not None:
             self.control.close()
         if self.controller is not None:
             process.stop(self.controller, self.config.timeouts.stop_s)
+        self._last_words(code, ending)
+        if self.lock is not None:
+            self.lock.release()
+
+    def _last_words(self, code: int, ending: str) -> None:
         if self.view is not None:
             took = duration(time.monotonic() - self.started)
             begun = self.run_directory != Path()
@@ -283,8 +298,6 @@ class Launch:
             if code and self.lock is not None:
                 for line in how_to_go_on(self.run_directory, self.config, self.job.layout.world).splitlines():
                     self._say(line)
-        if self.lock is not None:
-            self.lock.release()
 
     def _draw_curves(self, path: Path) -> None:
         rows = read_jsonl(path) if self.rank == 0 and path.exists() else []

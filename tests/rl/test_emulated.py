@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,24 @@ def test_a_whole_job_runs_without_torch_and_its_books_add_up(tmp_path: Path) -> 
     assert [row["weight_version"] for row in rows] == [1, 2, 3] and all(row["lost_tokens"] == 0 for row in rows)
     assert rows[-1]["dispatched"] == rows[-1]["trained"] + rows[-1]["dropped"] + rows[-1]["in_flight"]
     assert json.loads((run / "policy" / "emulated.json").read_text()) == {"steps": 3}
+
+
+def test_who_interrupts_an_update_that_takes_longer_than_the_end_may_hears_where_the_results_are(tmp_path: Path) -> None:
+    extra = ("emulation.train_token_s=100", "timeouts.stop_s=1")
+    command = ["-m", "pearl", "run", "quickstart", "--nproc", "3", *settings(tmp_path, *extra)]
+    with JobProcess.command(tmp_path, command) as job:
+        job.wait_for("ready after", 90)
+        assert "nothing is learned" in job.output()
+        [run] = (tmp_path / "runs").iterdir()
+        played, deadline = run / "trajectories.jsonl", time.monotonic() + 90
+        while not played.exists() or played.read_text().count("\n") < 32:
+            assert time.monotonic() < deadline, job.output()
+            time.sleep(0.2)
+        time.sleep(1)  # by now the trainer is at it, most likely; without that the end is the usual one
+        os.kill(job.process.pid, signal.SIGINT)
+        assert job.wait_until_gone(30) is not None and job.process.wait() == 130, job.output()
+        last = job.output().splitlines()[-6:]
+    assert any("ended after" in line and str(run) in line for line in last), last
 
 
 @pytest.mark.slow
