@@ -40,7 +40,7 @@ $(TORCH_STAMP): $(STAMP)-venv
 	@rm -f $(STAMP)-torch* $(STAMP)-depends && touch $@
 
 $(STAMP)-depends: $(TORCH_STAMP) pyproject.toml
-	@echo "setup: installing what pyproject.toml asks for, and building pearl._C"
+	@echo "setup: installing what pyproject.toml asks for, and building pearl._C (a few minutes)"
 	@$(PIP) "setuptools>=77" wheel "pybind11>=2.13" ninja
 	@$(PIP) --no-build-isolation --editable ".[dev]"
 	@touch $@ && touch $(STAMP)-native

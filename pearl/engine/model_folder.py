@@ -14,6 +14,7 @@ SAME_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 OTHER_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 DESCRIPTIONS = ("config.json", "generation_config.json")
 """All that an engine without weights and text needs of a folder."""
+SMALL = "SmolLM2-135M-Instruct"
 DEPTH = 4
 """How far below a folder models are looked for: RUN/checkpoints/step_000010/NAME is as deep as a run has one."""
 
@@ -56,6 +57,8 @@ def models_below(folder: str | Path) -> list[Path]:
 
 
 def where_else(folder: str | Path) -> str:
-    """The end of an error message: "" or a hint at the newest models below the folder."""
+    """The end of an error message: "" or a hint at the newest models below the folder, or at what would bring this one."""
     below = models_below(folder)
+    if not below and Path(folder).name == SMALL:
+        return f"; `python -m pearl.engine.smollm2 {folder}` brings it"
     return f"; below it are {', '.join(map(str, below[:3]))}" if below else ""

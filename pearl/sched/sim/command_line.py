@@ -9,6 +9,8 @@ import argparse
 import json
 import os
 import statistics
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +25,7 @@ from pearl.sched.sim.plans import Availability, EngineSizes, Hardware, Trajector
 from pearl.sched.sim.presets.fitted import Fitted, read_fitted
 from pearl.sched.sim.presets.qwen3 import PRESETS, Preset, preset_named
 from pearl.sched.sim.simulator import Simulation
-from pearl.sched.sim.tables import Run, as_text, counts_line, step_table, throughput_table, transition_table
+from pearl.sched.sim.tables import Run, as_text, counts_line, step_table, throughput, throughput_table, transition_table
 from pearl.sched.sim.workload import FAMILIES, TaskFamily, family_named, replay, workload_of
 
 Rows = list[list[TrajectoryPlan]]
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_writable(path)
         runs, note = play(options)
     except (ValueError, OSError) as error:
-        parse.error(str(error))
+        parse.exit(2, f"{parse.prog}: error: {error}\n")
     print(note)
     print(as_text(throughput_table(runs, base=runs[0].policy)))
     for run in runs if options.details else ():
@@ -111,8 +113,11 @@ def play(options: argparse.Namespace) -> tuple[list[Run], str]:
             gpus, sources[seed] = _external(options, seed)
             settings = system.settings(preset, fitted, hardware=hardware, batch=options.batch, seed=seed, **more, **told)
             plans = _plans(recorded, family, settings.group, seed)
+            began = time.monotonic()
             result = Simulation(settings, plans, gpus if system.external else None).run()
             runs.append(Run(policy=system.name, segment=options.trace, seed=seed, result=result))
+            found = f"{throughput(result):.0f} tokens/s over {len(result.steps)} steps ({time.monotonic() - began:.0f} s)"
+            print(f"{system.name}, seed {seed}: {found}", file=sys.stderr, flush=True)
     about = f"{options.preset}, fitted numbers {digest}, external GPUs: {'; '.join(dict.fromkeys(sources.values()))}"
     return runs, f"{about}; {options.semantics}, {options.hours:g} h"
 
@@ -143,6 +148,9 @@ def _external(options: argparse.Namespace, seed: int) -> tuple[Availability, str
     if segment is not None:
         gpus, source = segment_gpus(segment, options.trace_dir, tp=options.tp, seed=seed)
         return Availability(events=gpus.events, notice_s=options.notice), source
+    if not Path(name).is_file():
+        known = ", ".join(one.name for one in SEGMENTS)
+        raise ValueError(f"trace={name!r}: must be one of {known}, none, a number of workers, or a file")
     trace = read_trace(Path(name))
     most = max(count for _, count in trace.counts())
     rng = np.random.default_rng(seed)

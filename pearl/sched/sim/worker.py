@@ -183,7 +183,9 @@ class SimWorker:
         else:
             assert run.output is not None and run.cost is not None
             self._finish(run.output, run.cost)
+        self._deciding = True  # what comes of an offer waits for the others: it may be that this worker stops
         self._hand_out()
+        self._deciding = False
         self._go_on()
 
     def _finish_steady(self, run: _Run, steps: int) -> None:

@@ -122,3 +122,21 @@ def test_who_wakes_again_owes_nothing() -> None:
     heard.add(1, prompt=50, tokens=1)
     heard.run()
     assert heard.agenda.now < 1.0
+
+
+def test_a_worker_that_stops_because_of_an_offer_has_handed_out_the_others_before() -> None:
+    """Else whoever stops it places requests anew that are offered a moment later."""
+    heard = Heard()
+    heard.worker.wake(Role.PREFILL, 3)
+    serving: list[bool] = []
+
+    def offered(worker: SimWorker, export: Any) -> None:
+        serving.append(worker.serving)
+        if len(serving) > 1:
+            worker.post(lambda core: worker.sleep())
+
+    heard.offered = offered  # type: ignore[method-assign]
+    for number in (1, 2, 3):  # the first by itself, the others, which come meanwhile, in one step
+        heard.add(number, prompt=50, tokens=40)
+    heard.run()
+    assert serving == [True, True, True] and not heard.worker.serving
