@@ -75,7 +75,7 @@ def planned(arguments: argparse.Namespace, world: int, *, try_prompt: bool = Fal
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The console script `pearl`."""
+    """What `pearl` does."""
     argv = sys.argv[1:] if argv is None else argv
     sys.path.insert(0, os.getcwd())  # users' environments, as `python -m` finds them
     commands = argparse.ArgumentParser(prog="pearl", allow_abbrev=False, description=(__doc__ or "").splitlines()[0])

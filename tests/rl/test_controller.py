@@ -310,7 +310,7 @@ def test_an_unforeseen_error_from_an_external_worker_s_message_costs_that_worker
     assert (stop.exit_code, stop.reason.split()[0]) == (0, "success"), stop
     assert worker.told == "what it said led to KeyError: 'an unexpected state'"
     assert job.controller.externals.dropped["error"] == 1
-    assert read_jsonl(job.run / "metrics.jsonl")[-1]["external_refused"] == 1
+    assert read_jsonl(job.run / "metrics.jsonl")[-1]["external_refused"] >= 1  # what it says after that is a stranger's
     said = [message.text for _, _, message in job.ranks.messages if isinstance(message, Notice)]
     assert "worker rank2 is gone: what it said led to KeyError: 'an unexpected state'" in said
     assert "in broken" in capfd.readouterr().err, "with its traceback, in the controller's log"
