@@ -43,7 +43,7 @@ def test_a_run_s_own_trajectories_are_played_in_its_own_groups(tmp_path: Path) -
     [
         (["--preset", "x"], "preset='x'"),
         (["--policy", "roll,x"], "policy='x'"),
-        (["--trace", "/no/such.csv"], "No such file"),
+        (["--trace", "/no/such.csv"], "must be one of S1, S2, S3, none, a number of workers, or a file"),
         (["--workload", "x"], "workload='x'"),
         (["--batch", "17"], "batch=17"),
     ],
