@@ -83,7 +83,7 @@ class ClusterScheduler:
         match event:
             case StepMeasured():
                 self._learn(event)
-                return self._consider("step measured", now)
+                return self._later("step measured", now)  # the trainer may take its GPUs back this very moment
             case BatchProgress():
                 return self._progress(event, now)
             case Tick():
