@@ -80,7 +80,7 @@ class Adviser:
         if lent is not None:
             kind, verdict, count = "borrow", lent[1], lent[0].borrowed
             joiners += s.lendable[:count]
-            _, target, _ = self._shape_of(s, workers + count, joiners, gate, now, best=lent[0])
+            _, target, _ = self._shape_of(s, workers + count, joiners, gate, now, loan=lent[0])
         plan = None if target is None else plan_transition(s.serving, target.shape, joiners=joiners)
         stay_s = math.inf if stay is None else stay.prediction.makespan_s
         return Proposal(kind=kind, target=target, stay_s=stay_s, verdict=verdict, plan=plan)
@@ -116,14 +116,18 @@ class Adviser:
         joiners: Sequence[Worker],
         gate: SwitchGate,
         now: float,
-        best: Allocation | None = None,
+        loan: Allocation | None = None,
     ) -> tuple[Allocation | None, Allocation | None, Verdict]:
-        """(best without a change of role, what to aim for, why) for so many workers; `best` if that is known."""
+        """(best without a change of role, what to aim for, why) for so many workers, some of them borrowed if it is a `loan`:
+        who changes its role for one changes back after it, and all it brings is for what is left of the batch."""
         stay = self._best(Budget(fixed=workers, keep=s.shape, now=s.shape)) if s.shape.total <= workers else None
-        best = best or self._best(Budget(fixed=workers, now=s.shape))
+        best = loan or self._best(Budget(fixed=workers, now=s.shape))
         cost = 0.0
         if best is not None and (stay is None or best.shape != stay.shape):
-            cost = self.switch_cost_s(plan_transition(s.serving, best.shape, joiners=joiners))
+            plan = plan_transition(s.serving, best.shape, joiners=joiners)
+            cost = self.switch_cost_s(plan)
+            if loan is not None:
+                cost = (cost + self._profile.change_s("switch", plan.roles_changed)) / s.weight
         verdict = gate.weigh(stay, best, cost_s=cost, now=now)
         return stay, best if verdict.act else stay, verdict
 
