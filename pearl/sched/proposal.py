@@ -118,16 +118,18 @@ class Adviser:
         now: float,
         loan: Allocation | None = None,
     ) -> tuple[Allocation | None, Allocation | None, Verdict]:
-        """(best without a change of role, what to aim for, why) for so many workers, some of them borrowed if it is a `loan`:
-        who changes its role for one changes back after it, and all it brings is for what is left of the batch."""
+        """(best without a change of role, what to aim for, why) for so many workers, `loan` if that is to include
+        borrowed ones. While there are such, who changes its role changes back after them, and all it brings is for what is left
+        of the batch."""
         stay = self._best(Budget(fixed=workers, keep=s.shape, now=s.shape)) if s.shape.total <= workers else None
         best = loan or self._best(Budget(fixed=workers, now=s.shape))
         cost = 0.0
         if best is not None and (stay is None or best.shape != stay.shape):
             plan = plan_transition(s.serving, best.shape, joiners=joiners)
             cost = self.switch_cost_s(plan)
-            if loan is not None:
-                cost = (cost + self._profile.change_s("switch", plan.roles_changed)) / s.weight
+            if loan is not None or any(worker.zone is Zone.OVERLAP for worker in s.serving):
+                back = self._profile.change_s("switch", plan.roles_changed)
+                cost = (cost + back) / s.weight if s.weight else math.inf
         verdict = gate.weigh(stay, best, cost_s=cost, now=now)
         return stay, best if verdict.act else stay, verdict
 

@@ -42,3 +42,17 @@ def test_roles_that_change_for_a_loan_change_back_after_it(
     proposal = adviser.propose(situation, SwitchGate(EAGER), 0.0)
     assert proposal.kind == ("borrow" if lent else "switch") and proposal.target is not None
     assert str(proposal.target.shape) == shape
+
+
+@pytest.mark.parametrize(("share", "switch_s", "act"), [(1.0, 3.0, True), (1.0, 5.0, False), (0.5, 3.0, False), (0.0, 0.1, False)])
+def test_so_do_roles_that_change_in_the_middle_of_one(share: float, switch_s: float, act: bool) -> None:
+    mixed = SchedulerSettings(pd=PdSettings(mode="mixed"), borrow=BorrowSettings(workers="all"))
+    driver = Driver(mixed, switch=ChangeCost(fixed_s=switch_s), borrow=ChangeCost(), give_back=ChangeCost())
+    driver.start(4, overlap=4)
+    driver.send(TrainingBegins(step=0, deadline=0.0))
+    driver.send(TrainingFinished(step=0))
+    driver.run(5)
+    scheduler = driver.scheduler
+    situation = replace(scheduler.situation(driver.now), unfinished=share * scheduler.batch)
+    proposal = Adviser(SchedulerSettings(pd=EAGER), scheduler.profile, scheduler.batch).propose(situation, SwitchGate(EAGER), 0.0)
+    assert str(situation.shape) == "8M" and proposal.kind == "switch" and proposal.verdict.act == act
