@@ -248,7 +248,12 @@ def paper_split(p: PaperInputs, prefill: Array, decode: Array) -> Array:
 
 
 class PaperPredictor:
-    """The closed forms: all mixed or all split, and the decode pool must hold the KV of the whole batch."""
+    """The closed forms: all mixed or all split, and the decode pool must hold the KV of the whole batch.
+
+    `Workload.calibration` is left out. The system that these forms are the baseline of (docs/simulator.md) refits their letters
+    after each step, as is done here, and corrects no makespan by what was measured: that is part of what it is compared with.
+    So its predictions are as far off as the forms are, and residuals are logged for both alike.
+    """
 
     def __init__(self, workload: Workload, costs: CostProfile, inputs: PaperInputs | None = None) -> None:
         self.workload, self.costs = workload, costs

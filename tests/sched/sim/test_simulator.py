@@ -12,6 +12,7 @@ from sim_jobs import external, plans, run_checked, settings
 
 from pearl.engine.steady import SteadyCore
 from pearl.sched.cost_profile import HandOverCost
+from pearl.sched.events import TrainingBegins, TrainingFinished
 from pearl.sched.router import Router
 from pearl.sched.settings import BorrowSettings, ExpandSettings, PdSettings, SchedulerSettings
 from pearl.sched.sim.plans import Faults
@@ -205,3 +206,24 @@ def test_no_fault_breaks_the_books(seed: int) -> None:
 def test_no_fault_breaks_the_books_for_long(seed: int) -> None:
     result = fault_run(seed)
     assert len(result.steps) == 4 and result.counts["tokens_lost"] == 0
+
+
+def test_a_trainer_is_not_told_to_idle_when_the_next_batch_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With slots, many trajectories and a slow trainer batches are complete before they can be trained; with a fast one none
+    is. Either way no training begins that was not over, and nothing that is told comes too late to mean anything."""
+    for seconds, waits in ((0.2, True), (1e-4, False)):
+        simulation = Simulation(settings(semantics="slots", train_s_per_token=seconds, max_steps=4), plans(3), external())
+        told: list[Any] = []
+        heard = simulation.scheduler.on_event
+
+        def hear(event: Any, now: float, heard: Any = heard, told: list[Any] = told) -> Any:
+            told += [event] if isinstance(event, TrainingBegins | TrainingFinished) else []
+            return heard(event, now)
+
+        monkeypatch.setattr(simulation.scheduler, "on_event", hear)
+        run_checked(simulation)
+        begun = [event.step for event in told if isinstance(event, TrainingBegins)]
+        over = [event.step for event in told if isinstance(event, TrainingFinished)]
+        assert begun == [1, 2, 3, 4] and (over == [4] if waits else over == [1, 2, 3, 4])
+        assert [event.step for event in told] == sorted(event.step for event in told)
+        assert not simulation.scheduler.state.dropped["doubled"]
