@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from pearl.protocol import Abort, HandedOff, HandOver, NewRequest, Submit, TakenOver, Tokens, TokenUpdate
+from pearl.protocol import Abort, HandedOff, HandOver, NewRequest, Role, Submit, TakenOver, Tokens, TokenUpdate
 from pearl.rl.envs.base import EnvOutcome
 from pearl.rl.envs.pool import EnvironmentPool
 from pearl.rl.handoffs import HandOffs
 from pearl.rl.heartbeat import LONGEST_GAP_S
 from pearl.rl.rollout import Rollout, trajectory_of
 from pearl.rl.types import Trajectory
+from pearl.sched.found_prefixes import FoundPrefixes
 from pearl.sched.router import Router
 
 LOOK_EVERY_S = 1.0
@@ -49,6 +50,9 @@ class Collector:
             "interrupted": 0, "requeued": 0, "ended_tokens": 0, "trajectories": 0,
         }  # fmt: skip
         self.engine_seconds = 0.0
+        self.prefixes = FoundPrefixes()
+        self._apart: set[str] = set()
+        """Sessions whose prompt a worker computes that decodes nothing."""
         self._new_rollout = new_rollout
         self._pool = pool
         self._router = router
@@ -249,6 +253,9 @@ class Collector:
         self._count(session, self._rollouts[session], end)
 
     def _count(self, session: str, rollout: Rollout, update: TokenUpdate) -> None:
+        if update.finish_reason in ("stop", "length"):
+            apart, cached = session in self._apart, update.num_cached_tokens
+            self.prefixes.add(known=rollout.known, generated=rollout.generated, cached=cached, apart=apart)
         action = rollout.on_update(update)
         if update.finish_reason is not None:
             self.counts["cached_tokens"] += update.num_cached_tokens
@@ -278,10 +285,13 @@ class Collector:
         if request is None:
             return
         length = request.prompt_len
-        worker = self._router.place(trajectory_of(request.request_id), length)
+        session = trajectory_of(request.request_id)
+        worker = self._router.place(session, length)
         if worker is None:
             self._unplaced.append(request)
             return
+        apart = self._router.loads[worker].role is Role.PREFILL
+        (self._apart.add if apart else self._apart.discard)(session)
         self.counts["prompt_tokens"] += length
         self._outgoing.setdefault(worker, []).append(request)
 
@@ -295,6 +305,7 @@ class Collector:
             self._aborts.setdefault(worker, []).append(request_id)
         self._pool.discard(name)
         self._router.forget(name)
+        self._apart.discard(name)
         del self._rollouts[name]
         self.counts["ended_tokens"] += sum(rollout.trajectory.loss_mask)
         self.counts["trajectories"] += 1

@@ -70,12 +70,20 @@ class Rollout:
         self._seed, self._system_prompt, self._example = seed, system_prompt, example
         self._packed = array("i", trajectory.token_ids)
         """The same ids side by side: every turn sends all of them, and in a list each has a place of its own in memory."""
+        self.known = 0
+        """Tokens with KV when the last turn ended: of the present turn's prompt, what can be cached."""
         self._turn_start = 0
         self._attempt = 0
 
     @property
     def trajectory_id(self) -> str:
         return self.trajectory.trajectory_id
+
+    @property
+    def generated(self) -> int:
+        """Tokens sampled in the last turn that is complete; 0 in the first."""
+        turns = self.trajectory.turns
+        return turns[-1].num_sampled if turns else 0
 
     @property
     def finished(self) -> bool:
@@ -241,6 +249,7 @@ class Rollout:
     def _complete_turn(self) -> str:
         sampled = self.trajectory.token_ids[self._turn_start :]
         text = self._tokenizer.decode(sampled)
+        self.known = len(self.trajectory.token_ids) - 1
         self.trajectory.turns.append(Turn(text=text, num_sampled=len(sampled)))
         self.phase = "acting"
         return text

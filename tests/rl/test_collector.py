@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pearl.config import EnvOptions, RolloutOptions
-from pearl.protocol import Abort, NewRequest, Submit, Tokens, TokenUpdate
+from pearl.protocol import Abort, NewRequest, Role, Submit, Tokens, TokenUpdate
 from pearl.rl.collector import Collector
 from pearl.rl.envs.base import EnvOutcome
 from pearl.rl.rollout import Rollout
@@ -147,6 +147,28 @@ def test_an_episode_goes_back_and_forth_until_it_ends(stage: Stage) -> None:
     assert counts["cached_tokens"] == 3
     assert counts["prompt_tokens"] == len(request.prompt_token_ids) + len(second.prompt_token_ids)
     assert stage.collector.engine_seconds == 1.5
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_what_later_turns_find_of_their_context_is_counted(stage: Stage, split: bool) -> None:
+    """Of the first turn nothing is; of the second all but its last token could be cached, and by a prefill worker all but what
+    was generated. What a worker was interrupted at counts with the request that ends the turn."""
+    if split:
+        stage.router.set_role("a", Role.PREFILL)
+        stage.router.set_role("b", Role.DECODE)
+        stage.router.append_on_decode_tokens = 0
+    [(worker, request)] = stage.begin("0-0").values()
+    stage.tokens(worker, request.request_id, [75, 76, END], num_cached_tokens=2)
+    assert stage.collector.prefixes.take() is None
+    stage.outcome("0-0", observation="go")
+    [(worker, second)] = stage.requests().values()
+    assert worker == "a"
+    stage.tokens(worker, second.request_id, [], reason="abort")
+    [(worker, second)] = stage.requests().values()
+    length = len(request.prompt_token_ids) + 3
+    stage.tokens(worker, second.request_id, [77, END], num_cached_tokens=2)
+    there = length - 1 - 3 * split
+    assert stage.collector.prefixes.take() == pytest.approx(1 - 2 / there)
 
 
 def test_requests_are_spread_and_sent_in_one_message_per_worker(stage: Stage) -> None:

@@ -68,6 +68,20 @@ def test_steps_at_once_are_so_many_single_ones() -> None:
     assert decode.seconds == pytest.approx(0.0104 + 4 * 1e-7 * 1024.5), "each is one token longer than the one before"
 
 
+def test_the_share_that_decodes_is_of_the_time_that_trajectories_are_under_way() -> None:
+    """Fifty steps of four decodes, then four decodes beside a prompt: by so many seconds of four."""
+    samples = StepSamples()
+    run, both = steady_price(COSTS, 4, 4 * 1000, 50), price(output(*[(999, 1)] * 4, (0, 500)), COSTS)
+    add(samples, run, drawn=200, steps=50)
+    add(samples, both, drawn=5, prompts=1)
+    add(samples, price(output((0, 500)), COSTS), drawn=1, prompts=1)
+    assert samples.decode_share(100.0) == pytest.approx(4 * (run.seconds + both.seconds) / 100.0)
+    assert samples.decode_share(1e-3) == 1.0, "times of two clocks may not fit"
+    assert samples.decode_share(0.0) is None
+    samples.take()
+    assert samples.decode_share(100.0) is None
+
+
 @pytest.mark.parametrize(
     ("entries", "prompts", "decodes"),
     [

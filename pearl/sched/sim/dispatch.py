@@ -131,7 +131,7 @@ class Dispatcher:
         if completion.finish_reason != "length":
             raise RuntimeError(f"request {update.request_id!r} ended with {completion.finish_reason}: {completion.error}")
         del self._episodes[update.request_id]
-        self._recorder.request_over(completion.num_cached_tokens, completion.num_preemptions, episode)
+        self._recorder.request_over(completion.num_cached_tokens, episode)
         self._router.done(episode.name, len(episode.ids))
         self.turn_over(episode)
 

@@ -42,6 +42,8 @@ class Episode:
     """Its environment is not under way: the prompt of the present turn is complete."""
     oldest: int = -1
     salt: str | None = None
+    apart: bool = False
+    """Its prompt is computed by a worker that decodes nothing."""
     known: int = 0
     """Tokens whose KV was somewhere before this turn: what a full hit would find."""
 
