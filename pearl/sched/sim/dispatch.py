@@ -118,7 +118,7 @@ class Dispatcher:
                 prompts += episode.prompted
                 episode.draw(count, update.weight_versions[0])
                 drawn += count
-        self._recorder.stepped(cost, output.num_steps, len(output.preempted), drawn, prompts)
+        self._recorder.stepped(worker.name, cost, output.num_steps, len(output.preempted), drawn, prompts)
         for update in updates:
             if update.completion is not None:
                 self._completed(episodes[update.request_id], update)

@@ -32,6 +32,9 @@ class Recorder:
         self.interval_from = 0.0
         self._interval_counts: Counter[str] = Counter()
         self._step_counts: Counter[str] = Counter()
+        self._pieces: dict[str, tuple[int, float]] = {}
+        """By worker: tokens and seconds of its last steps, if these gave no token. As a live member tells it (`rl/serving.py`),
+        pieces of long prompts are part of the next step that does."""
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -42,14 +45,20 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------ what happens
 
-    def stepped(self, cost: StepPrice, steps: int, preempted: int, drawn: int, prompts: int) -> None:
-        """A worker finished an output of so many steps, which gave `drawn` tokens, `prompts` of them a request's first."""
+    def stepped(self, worker: str, cost: StepPrice, steps: int, preempted: int, drawn: int, prompts: int) -> None:
+        """This worker finished an output of so many steps, which gave `drawn` tokens, `prompts` of them a request's first."""
         self.counts["steps"] += steps
         self.counts["outputs"] += 1
         self.counts["preemptions"] += preempted
         self.counts["computed"] += cost.new
         self.counts["generated"] += drawn
-        sums = step_sums(cost, steps, drawn, prompts)
+        new, seconds = self._pieces.pop(worker, (0, 0.0))
+        if steps > 1:
+            new, seconds = 0, 0.0  # nobody goes on with what these were pieces of
+        if cost.new and not drawn:
+            self._pieces[worker] = new + cost.new, seconds + cost.seconds
+            return
+        sums = step_sums(cost, steps, drawn, prompts, new, seconds)
         if sums is not None:
             self._steps.add(sums)
 
@@ -132,10 +141,13 @@ class Recorder:
         return measured
 
 
-def step_sums(cost: StepPrice, steps: int, drawn: int, prompts: int) -> StepSums | None:
+def step_sums(
+    cost: StepPrice, steps: int, drawn: int, prompts: int, new: int = 0, seconds: float = 0.0
+) -> StepSums | None:
     """An output of so many steps, as a member of a live job tells of it: the context is the mean of all who ran, prompts are
-    those of which the first token was drawn. None where that tells nothing."""
-    step = told(computed=cost.new + cost.batch, batch=drawn // steps, prompts=prompts)
+    those of which the first token was drawn. None where that tells nothing. `new` tokens were computed in so many `seconds`
+    by the steps before, which gave none."""
+    step = told(computed=new + cost.new + cost.batch, batch=drawn // steps, prompts=prompts)
     if step is None:
         return None
     prefill, size, decodes = step
@@ -147,5 +159,5 @@ def step_sums(cost: StepPrice, steps: int, drawn: int, prompts: int) -> StepSums
         context=steps * context,
         decodes=steps * decodes,
         prompts=steps * max(1, prompts),
-        seconds=cost.seconds,
+        seconds=seconds + cost.seconds,
     )
