@@ -80,6 +80,16 @@ class Rollout:
         return self.trajectory.trajectory_id
 
     @property
+    def asked_once(self) -> bool:
+        """Whether the open turn is at its first attempt."""
+        return self._attempt == 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether the open turn has tokens."""
+        return len(self.trajectory.token_ids) > self._turn_start
+
+    @property
     def generated(self) -> int:
         """Tokens sampled in the last turn that is complete; 0 in the first."""
         turns = self.trajectory.turns
@@ -196,7 +206,8 @@ class Rollout:
         return self._request()
 
     def _request(self) -> NewRequest:
-        """Another attempt has its own id (late updates of the first are told apart) and its own seed (positions restart)."""
+        """Another attempt has its own id (late updates of the first are told apart) and, if the turn has tokens, its own seed
+        (positions restart)."""
         turn, attempt = len(self.trajectory.turns), self._attempt
         self.phase = "generating"
         self.request_id = f"{self.trajectory_id}/{turn}" + (f".{attempt}" if attempt else "")
@@ -206,7 +217,7 @@ class Rollout:
             top_k=self._options.top_k,
             max_tokens=self._budget(),
             stop_token_ids=[self._tokenizer.end_of_turn_id],
-            seed=request_seed(self._seed, self.trajectory_id, turn, attempt),
+            seed=request_seed(self._seed, self.trajectory_id, turn, attempt if self.begun else 0),
         )
         prompt = self._packed.tobytes()
         return NewRequest(request_id=self.request_id, prompt=prompt, params=params, session_id=self.trajectory_id)

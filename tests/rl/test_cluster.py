@@ -54,6 +54,47 @@ def test_a_split_pool_gives_what_one_engine_gives(
     assert town.collector.counts["late_tokens"] == 0
 
 
+@pytest.mark.parametrize("doubling", [0.0, 0.3])
+def test_a_decode_worker_that_loses_its_cache_gives_appends_back(
+    folder: Path, wanted: dict[str, list[int]], tmp_path: Path, doubling: float
+) -> None:
+    """Decode workers whose caches are emptied again and again: what they were to append goes to who computes prompts, each turn
+    once at most, and every trajectory has the tokens that it has where nothing is lost."""
+    options: dict[str, Any] = {"mode": "split", "ratio": "1:2", "append_on_decode": "24"}
+    town = Town(tmp_path, folder, serving=3, seed=5, doubling=doubling, **options)
+    town.until(lambda: town.shape == "1P2D" and not town.scheduler.log.open)
+    decoders = [engine for engine in town.engines.values() if engine.stats().role == "decode"]
+    limited: list[str] = []
+    for engine in decoders:
+        engine.add_request = watched(engine.add_request, limited)
+    town.start(EPISODES)
+    turns = 0
+    while len(town.ended) < EPISODES:
+        town.turn()
+        turns += 1
+        if turns % 25 == 0:
+            for engine in decoders:
+                engine.reset_prefix_cache()
+        assert turns < 60_000, town.status()
+    assert {name: trajectory.token_ids for name, trajectory in town.ended.items()} == wanted
+    town.settled()
+    counts = town.collector.counts
+    assert 0 < counts["returned"] <= len(set(limited)) and not counts["interrupted"]
+    assert len(set(limited)) == len(limited) or doubling
+    assert {name.rsplit(".")[-1] for name in limited}.isdisjoint({"1", "2"}) and not counts["late_tokens"]
+
+
+def watched(add: Any, limited: list[str]) -> Any:
+    """Notes requests that may be given back."""
+
+    def add_request(*args: Any, **options: Any) -> Any:
+        if options.get("most_computed") is not None:
+            limited.append(options["request_id"])
+        return add(*args, **options)
+
+    return add_request
+
+
 SHAPES = [("mixed", "auto"), ("split", "1:2"), ("hybrid", "auto"), ("split", "2:1")]
 
 

@@ -244,6 +244,52 @@ def test_an_aborted_request_goes_on_from_its_last_token_with_what_is_left(stage:
     assert stage.collector.counts["late_updates"] == 1
 
 
+def split(stage: Stage) -> tuple[NewRequest, NewRequest]:
+    """The second turn of an episode is at the decode worker b, which may give it back; and its first."""
+    stage.router.set_role("a", Role.PREFILL)
+    stage.router.set_role("b", Role.DECODE)
+    [(worker, first)] = stage.begin("0-0").values()
+    assert worker == "a" and first.most_computed is None
+    stage.router.handed_over("0-0", "b")
+    stage.tokens("b", first.request_id, [75, END])
+    stage.outcome("0-0", observation="go")
+    [(worker, second)] = stage.requests().values()
+    assert worker == "b" and second.most_computed == stage.router.append_on_decode_tokens + stage.router.block_size
+    return first, second
+
+
+def test_an_append_that_is_given_back_goes_to_who_computes_prompts_once(stage: Stage) -> None:
+    _, second = split(stage)
+    stage.tokens("b", second.request_id, [], reason="abort")
+    [(worker, third)] = stage.requests().values()
+    assert worker == "a" and third.prompt_token_ids == second.prompt_token_ids
+    assert third.params == second.params, "it draws what it would have drawn"
+    assert third.request_id != second.request_id and third.most_computed is None
+    counts = stage.collector.counts
+    assert (counts["returned"], counts["interrupted"]) == (1, 0)
+    stage.tokens("b", second.request_id, [], reason="abort")
+    assert counts["late_updates"] == 1 and stage.requests() == {}, "said twice"
+    stage.router.handed_over("0-0", "b")
+    stage.tokens("b", third.request_id, [76, END])
+    stage.outcome("0-0", observation="go")
+    [(worker, fourth)] = stage.requests().values()
+    assert worker == "b" and fourth.most_computed is not None, "its next turn is another matter"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_append_whose_worker_is_called_back_is_interrupted(stage: Stage, begun: bool) -> None:
+    _, second = split(stage)
+    if begun:
+        stage.tokens("b", second.request_id, [76], reason=None)
+    else:
+        stage.router.drain("b")
+    stage.tokens("b", second.request_id, [], reason="abort")
+    assert (stage.collector.counts["returned"], stage.collector.counts["interrupted"]) == (0, 1)
+    [(_, third)] = stage.requests().values()
+    assert third.most_computed is None, "a turn that is asked for again is not given back"
+    assert (third.params.seed == second.params.seed) == (not begun)
+
+
 @pytest.mark.parametrize("last", [[75, END], [75, 76, 77, 78]], ids=["end of turn", "budget"])
 def test_a_turn_that_a_lost_worker_had_finished_is_not_asked_for_again(stage: Stage, last: list[int]) -> None:
     [(worker, request)] = stage.begin("0-0").values()

@@ -15,6 +15,7 @@ from pearl.sched.cost_profile import HandOverCost
 from pearl.sched.events import TrainingBegins, TrainingFinished
 from pearl.sched.router import Router
 from pearl.sched.settings import BorrowSettings, ExpandSettings, PdSettings, SchedulerSettings
+from pearl.sched.sim.dispatch import Dispatcher
 from pearl.sched.sim.plans import Faults
 from pearl.sched.sim.results import SimResult
 from pearl.sched.sim.simulator import Simulation
@@ -103,6 +104,31 @@ def test_an_offer_that_lapsed_is_not_taken_for_the_next_turns() -> None:
     simulation.agenda.after(10.0, rest)
     run_checked(simulation)
     assert simulation.dispatcher.counts["transfers"] > 50 and simulation.result().counts["tokens_lost"] == 0
+
+
+def test_appends_whose_prefix_is_lost_are_given_back_and_computed_by_who_computes_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half of the turns find nothing. Those that are placed where their KV should be come back once each, so that no decode
+    worker computes more than an append and a block for a turn's first request; nothing is lost, and all of it is trained."""
+    split = scheduler(mode="split", ratio="1:1", append_on_decode="60")
+    pieces: dict[tuple[str, str], int] = {}
+    stepped = Dispatcher.stepped
+
+    def watch(self: Dispatcher, worker: Any, output: Any, *rest: Any) -> None:
+        for entry in output.requests:
+            if worker.role == "decode" and entry.num_tokens > 1 and not entry.request_id.endswith(".1"):  # before the split
+                key = worker.name, entry.request_id
+                pieces[key] = pieces.get(key, 0) + entry.num_tokens
+        stepped(self, worker, output, *rest)
+
+    monkeypatch.setattr(Dispatcher, "stepped", watch)
+    hardware, costs = replace(settings().hardware, reserved_workers=4), replace(sim_jobs.SMALL, kv_capacity_tokens=20_000)
+    result = run(scheduler=split, miss_share=0.5, hardware=hardware, costs=costs)
+    counts = result.counts
+    assert 10 < counts["returned"] <= counts["turns"] and not counts["preemptions"]
+    assert counts["tokens_lost"] == 0 and counts["taken"] == 24
+    assert 0 < max(pieces.values()) <= 60 + 16
 
 
 def test_equal_inputs_give_equal_results() -> None:
