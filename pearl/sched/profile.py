@@ -168,11 +168,12 @@ class RuntimeProfile:
         if not mean.observe(value):
             self.rejected[kind] += 1
 
-    def observe_residual(self, ratio: float, split: bool) -> None:
+    def observe_residual(self, ratio: float, split: bool, share: float = 1.0) -> None:
         """Measured over predicted makespan, the prediction being one of `workload()` at its present calibration, of a pool with
-        prefill workers or without. What nobody has tried yet is believed to be as far off as what was."""
+        prefill workers or without. A batch that was there for a `share` of its time counts for so much. What nobody has tried
+        yet is believed to be as far off as what was."""
         mean, other = self.calibration[split], self.calibration[not split]
-        if not mean.observe(self._calibration(split) * ratio):
+        if not mean.observe(self._calibration(split) * ratio, share):
             self.rejected["calibration"] += 1
         elif not other.weight:
             other.value = mean.value
