@@ -260,7 +260,7 @@ class Collector:
         if update.finish_reason in ("stop", "length"):
             apart, cached = session in self._apart, update.num_cached_tokens
             self.prefixes.add(known=rollout.known, generated=rollout.generated, cached=cached, apart=apart)
-        returned = update.finish_reason == "abort" and self._gives_back(session, rollout)
+        returned = update.finish_reason == "abort" and not update.token_ids and self._gives_back(session, rollout)
         action = rollout.on_update(update)
         if update.finish_reason is not None:
             self.counts["cached_tokens"] += update.num_cached_tokens

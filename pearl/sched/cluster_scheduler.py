@@ -84,7 +84,7 @@ class ClusterScheduler:
     def on_event(self, event: ClusterEvent, now: float) -> list[ClusterCommand]:
         """What is to be done about it, in this order. `now` in seconds, never going back."""
         commands = self._heard(event, now)
-        if commands or not isinstance(event, WorkerReport):  # there are very many of these
+        if commands or not isinstance(event, WorkerReport | BatchProgress):  # there are very many of these
             self._shapes.note(self.state.shape(), now)
         return commands
 
