@@ -117,7 +117,7 @@ class TurnModel:
         self._local_s = w.local_share * float(costs.prefill_beside_s(local, w.context))
         self._taking_s = 0.0
         self._returned_s = float(costs.prefill_s(w.context, 0.0))
-        """Of an append whose prefix is gone. (Contexts so short that a decoder may compute them it does not give back; that takes
+        """Of an append whose prefix is gone. (Contexts that are short enough for it a decoder computes itself, which takes
         about as long.)"""
         self._returned_moved_s = float(costs.moving_s(w.context))
         self._outside = w.env_s + w.overhead_s
