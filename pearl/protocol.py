@@ -62,12 +62,16 @@ def unpacked(ids: bytes) -> list[int]:
 
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation to start on the receiving worker; `params.seed` is always set by the controller. `prompt` is `packed`."""
+    """One generation to start on the receiving worker; `params.seed` is always set by the controller. `prompt` is `packed`.
+
+    `most_computed`: a decode worker that would have to compute more tokens gives it back; None: never.
+    """
 
     request_id: str
     prompt: bytes
     params: SamplingParams
     session_id: str | None = None
+    most_computed: int | None = None
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -185,6 +185,7 @@ class Town:
         change_timeout_s: float = 500.0,
         engine: dict[str, Any] | None = None,
         report_s: float = 0.0,
+        append_on_decode: str = "auto",
     ) -> None:
         self.rng, self.clock, self.doubling, self.folder = random.Random(seed), VirtualClock(), doubling, folder
         self.config = resolve(
@@ -195,7 +196,7 @@ class Town:
                 rollout=RolloutOptions(max_tokens=9, report_s=report_s),
                 env=EnvOptions(max_turns=6),
                 engine=EngineConfig(model=str(folder), **(ENGINE | (engine or {}))),
-                pd=PdSettings(mode=mode, ratio=ratio),
+                pd=PdSettings(mode=mode, ratio=ratio, append_on_decode=append_on_decode),
                 borrow=BorrowSettings(workers=borrow),
                 sched=SchedOptions(change_timeout_s=change_timeout_s),
                 optimizer=OptimizerOptions(mini_batch_size=8),

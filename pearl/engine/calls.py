@@ -37,6 +37,7 @@ class AddRequest(Call, frozen=True, tag="add_request"):
     session_id: str | None
     reservation: KVReservation | None
     streaming: bool
+    most_computed: int | None
 
 
 class Abort(Call, frozen=True, tag="abort"):

@@ -100,10 +100,8 @@ class EngineCore(MovingRequests):
             max_model_len=settings.max_model_len,
         )
         self.requests: dict[str, Request] = {}
-        self.weight_version = 0
-        self.epoch = 0
-        self.paused = False
-        self.asleep = False
+        self.weight_version = self.epoch = 0
+        self.paused = self.asleep = False
         self._new_text = new_text
         self._texts: dict[str, TextStream] = {}
         self._unfinished: deque[SchedulerOutput] = deque()
@@ -162,7 +160,8 @@ class EngineCore(MovingRequests):
         else:
             output = self.scheduler.schedule(self._num_steps, self.weight_version)
             self._grow(output)
-            if not output.requests and self.requests and not self._unfinished and not self.blocks.num_leases:
+            waits = self._unfinished or self.blocks.num_leases or self.scheduler.returned
+            if not output.requests and self.requests and not waits:
                 raise RuntimeError(f"nothing can run although nothing is in flight: {self.stats()}")
         self._num_steps += 1
         self._unfinished.append(output)
@@ -176,7 +175,7 @@ class EngineCore(MovingRequests):
         check_complete(output, result)
         self._unfinished.popleft()
         self._num_computed_tokens += output.num_tokens
-        updates: list[RequestUpdate] = []
+        updates = [update_of(request, (), self._end(request, ABORTED)) for request in list(self.scheduler.returned.values())]
         for entry in output.requests:
             request = self.requests[entry.request_id]
             request.num_in_flight -= 1

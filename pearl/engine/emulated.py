@@ -176,6 +176,7 @@ class EmulatedEngine:
         request_id: str,
         cache_salt: str | None = None,
         session_id: str | None = None,
+        most_computed: int | None = None,
     ) -> str:
         """Queues a generation; `params.seed` decides its tokens. ValueError, as the real one's."""
         ids = list(prompt)
@@ -190,6 +191,7 @@ class EmulatedEngine:
             stop_token_ids=frozenset(params.stop_token_ids),
             cache_salt=cache_salt,
             session_id=session_id,
+            most_computed=most_computed,
             arrival=self._clock.now(),
         )
         self._core.add_request(request)

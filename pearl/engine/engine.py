@@ -120,14 +120,18 @@ class Engine(ServedWeights, HandOff):
         reservation: KVReservation | None = None,
         *,
         streaming: bool = True,
+        most_computed: int | None = None,
     ) -> str:
         """Queues a generation and returns its id (the given one, or the next number).
 
         A string is tokenised as plain text. With `params.n > 1` the siblings share prompt and seed; their updates carry this
         id and their index. `streaming=False` makes the text at the end only, which costs less. A turn of the session
         `session_id` hashes only what its last turn had not. With a `reservation` of another engine the request has room there
-        when it is handed over. Raises ValueError.
+        when it is handed over. A DECODE engine that would have to compute more than `most_computed` of its tokens, since too
+        little of the prompt is cached, gives it back: it ends as "abort" without a token. Raises ValueError.
         """
+        if most_computed is not None and most_computed < 0:
+            raise ValueError(f"most_computed={most_computed}: must be >= 0, or None")
         if reservation is not None:
             request_id = self._check_reservation(reservation, request_id)
         for field, value in (("request_id", request_id), ("cache_salt", cache_salt), ("session_id", session_id)):
@@ -142,7 +146,7 @@ class Engine(ServedWeights, HandOff):
         names = self._siblings.names(rid, params.n)
         for index, name in enumerate(names):
             request = self._request(name, ids, params, seed, index)
-            request.cache_salt, request.session_id = cache_salt, session_id
+            request.cache_salt, request.session_id, request.most_computed = cache_salt, session_id, most_computed
             if reservation is not None and not index:
                 request.reservation_id = reservation.reservation_id
             self._queue(request, streaming)

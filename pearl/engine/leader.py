@@ -72,12 +72,14 @@ class Leader(Engine):
         reservation: KVReservation | None = None,
         *,
         streaming: bool = True,
+        most_computed: int | None = None,
     ) -> str:
         now = self._now()
         ids = self._prompt_ids(prompt)
         params = SamplingParams() if params is None else params
         with self._held.held(now):
-            rid = super().add_request(ids, params, request_id, cache_salt, session_id, reservation, streaming=streaming)
+            options: dict[str, Any] = {"streaming": streaming, "most_computed": most_computed}
+            rid = super().add_request(ids, params, request_id, cache_salt, session_id, reservation, **options)
         call = calls.AddRequest(
             now=now,
             request_id=rid,
@@ -86,7 +88,7 @@ class Leader(Engine):
             cache_salt=cache_salt,
             session_id=session_id,
             reservation=reservation,
-            streaming=streaming,
+            **options,
         )
         return self._note(call, rid)
 

@@ -69,6 +69,8 @@ class Request:
     num_preemptions: int = 0
     stays: bool = False
     """Goes on here whatever the role: nobody took it, or it was placed here on purpose."""
+    most_computed: int | None = None
+    """A decode worker that would have to compute more of its tokens gives it back; None: never."""
     reservation_id: str | None = None
     """The credit that another engine has given for it."""
 

@@ -1,7 +1,8 @@
 """What a role means to the batch scheduler: a value computed from `Role`, and the value that says how a role changed.
 
 Owns the only place where a role is looked at. It does not know blocks or how requests move. Invariant: a role changes numbers
-that the one scheduler reads, and whether finished prompts are offered to other engines; it never refuses a request.
+that the one scheduler reads, and whether finished prompts are offered to other engines; it never refuses a request that does
+not ask for it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ DRAINS = ("handover", "finish", "recompute")
 class RolePolicy:
     """`prefill_tokens`: how many tokens of a step may go to requests that are more than one token behind.
 
-    `hands_over`: requests whose prompt is computed leave with their first token instead of being decoded here.
+    `hands_over`: requests whose prompt is computed leave with their first token instead of being decoded here. `gives_back`:
+    those of which more is to be computed than they allow (`Request.most_computed`) are not begun.
     """
 
     role: Role
     prefill_tokens: int
     hands_over: bool
+    gives_back: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +64,9 @@ def plan_role(role: Role, *, max_batch_tokens: int, decode_prefill_tokens: int) 
     if role not in tuple(Role):
         raise ValueError(f"role={str(role)!r}: must be one of {', '.join(Role)}")
     role = Role(role)
-    catching_up = decode_prefill_tokens if role is Role.DECODE else max_batch_tokens
-    return RolePolicy(role=role, prefill_tokens=min(catching_up, max_batch_tokens), hands_over=role is Role.PREFILL)
+    decodes = role is Role.DECODE
+    catching_up = min(decode_prefill_tokens if decodes else max_batch_tokens, max_batch_tokens)
+    return RolePolicy(role=role, prefill_tokens=catching_up, hands_over=role is Role.PREFILL, gives_back=decodes)
 
 
 def plan_switch(old: RolePolicy, new: RolePolicy, running: Iterable[Request], epoch: int) -> RoleSwitch:

@@ -9,6 +9,7 @@ Invariants
   running ones never outnumber `max_batch_tokens`.
 - A waiting request is admitted when blocks for all its known tokens can be had at once, so catching up needs no pre-emption;
   only a decode that crosses into a new block can, and then the request admitted last gives way and is recomputed later.
+- A request is given back before anything of it was computed, and at most once: whoever placed it elsewhere sets it no limit.
 - Blocks that an unfinished output reads or writes stay where they are: a request that gave way or ended while such an output
   exists keeps its table (it is "draining") until `settle`.
 """
@@ -77,6 +78,8 @@ class Scheduler:
         self.draining: dict[str, Request] = {}
         self.parked: dict[str, Request] = {}
         """On their way to or from another engine; they hold no blocks."""
+        self.returned: dict[str, Request] = {}
+        """Given back: they end with the next output that is finished."""
         self.num_reserved = 0
         """Places among the running that are kept for requests to come."""
         self.num_preemptions = 0
@@ -92,7 +95,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Takes an ended request out; the caller has set its status to FINISHED."""
         name = request.request_id
-        if self.running.pop(name, None) is None and self.parked.pop(name, None) is None:
+        if not any(place.pop(name, None) for place in (self.running, self.parked, self.returned)):
             self.waiting.remove(request)
             self._blocked = None
         self._release(request)
@@ -159,12 +162,13 @@ class Scheduler:
         """Each of the core's requests is in one place, holds blocks only where it may, and is in as many unfinished outputs
         as `in_flight` says; raises RuntimeError naming the one that is not."""
         waiting = {request.request_id for request in self.waiting}
-        strays = (waiting | self.running.keys() | self.draining.keys() | self.parked.keys()) - requests.keys()
+        parked = self.parked.keys() | self.returned.keys()
+        strays = (waiting | self.running.keys() | self.draining.keys() | parked) - requests.keys()
         if strays:
             raise RuntimeError(f"the scheduler holds requests {sorted(strays)} that the core does not know")
         for request_id, request in requests.items():
-            parked, finished = request_id in self.parked, request.status is RequestStatus.FINISHED
-            places = (request_id in self.running, request_id in waiting, parked, finished)
+            finished = request.status is RequestStatus.FINISHED
+            places = (request_id in self.running, request_id in waiting, request_id in parked, finished)
             if sum(places) != 1 or in_flight.get(request_id, 0) != request.num_in_flight:
                 counts = f"in flight {request.num_in_flight}, unfinished outputs {in_flight.get(request_id, 0)}"
                 raise RuntimeError(f"request {request_id!r}: running, waiting, parked, finished = {places}, {counts}")
@@ -219,6 +223,9 @@ class Scheduler:
                 return
             available = self.blocks.num_available
             self.blocks.match_prefix(request, weight_version)
+            if self._is_too_much(request):
+                self._give_back(request)
+                continue
             missing = self.blocks.num_missing(request, len(request.token_ids))
             if missing + self.num_spare > self.blocks.num_available or not self.blocks.grow(request, len(request.token_ids)):
                 self.blocks.free(request)
@@ -239,6 +246,21 @@ class Scheduler:
         if self._blocked is None or self._blocked[0] is not request:
             return False
         return self.blocks.num_available <= self._blocked[1] and len(self.running) >= self._blocked[2]
+
+    def _is_too_much(self, request: Request) -> bool:
+        """Whether more of a request that was not begun is left to compute than it allows."""
+        most = request.most_computed
+        if most is None or request.num_preemptions or not self.policy.gives_back:
+            return False
+        return len(request.token_ids) - request.num_computed_tokens > most
+
+    def _give_back(self, request: Request) -> None:
+        """The first of the waiting requests is not begun here."""
+        self.blocks.free(request)
+        self.waiting.popleft()
+        self._blocked = None
+        request.status = RequestStatus.PARKED
+        self.returned[request.request_id] = request
 
     def _ends_with_next_token(self, request: Request) -> bool:
         """Whether the token that an unfinished output is drawing is the last one by length."""

@@ -320,7 +320,7 @@ class Cluster:
         step = counts - self._counts
         self._counts = counts
         telemetry = self._telemetry.finish(
-            batch, self.collector.env_seconds, prompt_tokens=step["prompt_tokens"], cached_tokens=step["cached_tokens"],
+            batch, self.collector.env_seconds, miss_share=self.collector.prefixes.take(),
             trajectories=step["trajectories"], local_tokens=self.router.append_on_decode_tokens, now=now,
         )  # fmt: skip
         self.feed(StepMeasured(telemetry=telemetry, makespan_s=makespan_s), now)

@@ -55,6 +55,7 @@ def cluster_metrics(service: ClusterService, collector: Collector) -> dict[str, 
         "handed_over": collector.handoffs.counts["taken"],
         "interrupted": counts["interrupted"],
         "requeued": counts["requeued"],
+        "returned": counts["returned"],
         "scheduler_cpu_s": service.seconds,
     }
 

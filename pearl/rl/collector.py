@@ -13,13 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from pearl.protocol import Abort, HandedOff, HandOver, NewRequest, Submit, TakenOver, Tokens, TokenUpdate
+import msgspec
+
+from pearl.protocol import Abort, HandedOff, HandOver, NewRequest, Role, Submit, TakenOver, Tokens, TokenUpdate
 from pearl.rl.envs.base import EnvOutcome
 from pearl.rl.envs.pool import EnvironmentPool
 from pearl.rl.handoffs import HandOffs
 from pearl.rl.heartbeat import LONGEST_GAP_S
 from pearl.rl.rollout import Rollout, trajectory_of
 from pearl.rl.types import Trajectory
+from pearl.sched.found_prefixes import FoundPrefixes
 from pearl.sched.router import Router
 
 LOOK_EVERY_S = 1.0
@@ -31,8 +34,8 @@ class Collector:
     """`new_rollout(trajectory, purpose)` makes one; `send(worker, message)` reaches a serving member. `counts` only rise.
 
     `ended_tokens`: sampled ones in trajectories that have ended. `late_updates`: of requests that nobody waits for any more, or
-    that another worker has; `interrupted`: requests that ended unfinished, `requeued`: whose worker was lost; both were placed
-    again.
+    that another worker has; `interrupted`: requests that ended unfinished, `requeued`: whose worker was lost,
+    `returned`: that a decode worker gave back, since it had lost their prefix; all of them were placed again.
     """
 
     def __init__(
@@ -46,14 +49,19 @@ class Collector:
     ) -> None:
         self.counts = {
             "generated_tokens": 0, "prompt_tokens": 0, "cached_tokens": 0, "late_updates": 0, "late_tokens": 0,
-            "interrupted": 0, "requeued": 0, "ended_tokens": 0, "trajectories": 0,
+            "interrupted": 0, "requeued": 0, "returned": 0, "ended_tokens": 0, "trajectories": 0,
         }  # fmt: skip
         self.engine_seconds = 0.0
+        self.prefixes = FoundPrefixes()
+        self._apart: set[str] = set()
+        """Sessions whose prompt a worker computes that decodes nothing."""
         self._new_rollout = new_rollout
         self._pool = pool
         self._router = router
         self._send = send
         self.handoffs = HandOffs(router, send, self._has, move_limit_s)
+        self._limited: set[str] = set()
+        """Sessions whose worker may give their request back."""
         self._unplaced: list[NewRequest] = []
         self._rollouts: dict[str, Rollout] = {}
         self._ended: list[Trajectory] = []
@@ -249,6 +257,10 @@ class Collector:
         self._count(session, self._rollouts[session], end)
 
     def _count(self, session: str, rollout: Rollout, update: TokenUpdate) -> None:
+        if update.finish_reason in ("stop", "length"):
+            apart, cached = session in self._apart, update.num_cached_tokens
+            self.prefixes.add(known=rollout.known, generated=rollout.generated, cached=cached, apart=apart)
+        returned = update.finish_reason == "abort" and not update.token_ids and self._gives_back(session, rollout)
         action = rollout.on_update(update)
         if update.finish_reason is not None:
             self.counts["cached_tokens"] += update.num_cached_tokens
@@ -256,10 +268,18 @@ class Collector:
         if action is not None:
             self._pool.step(session, action)
         elif rollout.phase == "interrupted":
-            self.counts["interrupted"] += 1
+            self.counts["returned" if returned else "interrupted"] += 1
+            if returned:
+                self._router.gave_back(session)
             self._ask(rollout.resume())
         elif rollout.finished:
             self._end(rollout, update.request_id)
+
+    def _gives_back(self, session: str, rollout: Rollout) -> bool:
+        """Whether a worker that ends this request has given it back, and was not called back itself: then the router has been
+        told to place nothing there."""
+        load = self._router.loads.get(self._router.worker_of(session) or "")
+        return session in self._limited and not rollout.begun and load is not None and load.takes
 
     def _on_outcome(self, outcome: EnvOutcome) -> None:
         rollout = self._rollouts.get(outcome.episode_id)
@@ -278,10 +298,17 @@ class Collector:
         if request is None:
             return
         length = request.prompt_len
-        worker = self._router.place(trajectory_of(request.request_id), length)
+        session = trajectory_of(request.request_id)
+        worker = self._router.place(session, length)
         if worker is None:
             self._unplaced.append(request)
             return
+        apart = self._router.loads[worker].role is Role.PREFILL
+        (self._apart.add if apart else self._apart.discard)(session)
+        most = self._router.most_computed(session) if self._rollouts[session].asked_once else None
+        (self._limited.discard if most is None else self._limited.add)(session)
+        if most is not None:
+            request = msgspec.structs.replace(request, most_computed=most)
         self.counts["prompt_tokens"] += length
         self._outgoing.setdefault(worker, []).append(request)
 
@@ -295,6 +322,8 @@ class Collector:
             self._aborts.setdefault(worker, []).append(request_id)
         self._pool.discard(name)
         self._router.forget(name)
+        self._apart.discard(name)
+        self._limited.discard(name)
         del self._rollouts[name]
         self.counts["ended_tokens"] += sum(rollout.trajectory.loss_mask)
         self.counts["trajectories"] += 1

@@ -94,7 +94,7 @@ class Controller:
         self._unprepared, self._shut = "prepare() was not called", ""
         """Why nothing can be played, and why workers cannot join."""
         self.externals = self._open_door(run / JOIN_ADDRESS)
-        self.cluster = Cluster(self, self.externals, Router(), self.clock.now())
+        self.cluster = Cluster(self, self.externals, Router(block_size=config.engine.block_size), self.clock.now())
         self._looked = -math.inf
         self._waiter = Waiter([self.server, *self.pool.ends, *self.externals.ends])
         self._tokenizer: Tokenizer | None = None

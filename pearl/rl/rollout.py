@@ -70,12 +70,30 @@ class Rollout:
         self._seed, self._system_prompt, self._example = seed, system_prompt, example
         self._packed = array("i", trajectory.token_ids)
         """The same ids side by side: every turn sends all of them, and in a list each has a place of its own in memory."""
+        self.known = 0
+        """Tokens with KV when the last turn ended: of the present turn's prompt, what can be cached."""
         self._turn_start = 0
         self._attempt = 0
 
     @property
     def trajectory_id(self) -> str:
         return self.trajectory.trajectory_id
+
+    @property
+    def asked_once(self) -> bool:
+        """Whether the open turn is at its first attempt."""
+        return self._attempt == 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether the open turn has tokens."""
+        return len(self.trajectory.token_ids) > self._turn_start
+
+    @property
+    def generated(self) -> int:
+        """Tokens sampled in the last turn that is complete; 0 in the first."""
+        turns = self.trajectory.turns
+        return turns[-1].num_sampled if turns else 0
 
     @property
     def finished(self) -> bool:
@@ -188,7 +206,8 @@ class Rollout:
         return self._request()
 
     def _request(self) -> NewRequest:
-        """Another attempt has its own id (late updates of the first are told apart) and its own seed (positions restart)."""
+        """Another attempt has its own id (late updates of the first are told apart) and, if the turn has tokens, its own seed
+        (positions restart)."""
         turn, attempt = len(self.trajectory.turns), self._attempt
         self.phase = "generating"
         self.request_id = f"{self.trajectory_id}/{turn}" + (f".{attempt}" if attempt else "")
@@ -198,7 +217,7 @@ class Rollout:
             top_k=self._options.top_k,
             max_tokens=self._budget(),
             stop_token_ids=[self._tokenizer.end_of_turn_id],
-            seed=request_seed(self._seed, self.trajectory_id, turn, attempt),
+            seed=request_seed(self._seed, self.trajectory_id, turn, attempt if self.begun else 0),
         )
         prompt = self._packed.tobytes()
         return NewRequest(request_id=self.request_id, prompt=prompt, params=params, session_id=self.trajectory_id)
@@ -241,6 +260,7 @@ class Rollout:
     def _complete_turn(self) -> str:
         sampled = self.trajectory.token_ids[self._turn_start :]
         text = self._tokenizer.decode(sampled)
+        self.known = len(self.trajectory.token_ids) - 1
         self.trajectory.turns.append(Turn(text=text, num_sampled=len(sampled)))
         self.phase = "acting"
         return text

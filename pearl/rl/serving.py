@@ -198,8 +198,9 @@ class Serving:
                 continue
             try:
                 self.engine.add_request(
-                    request.prompt_token_ids, request.params, request_id=request.request_id, session_id=request.session_id
-                )
+                    request.prompt_token_ids, request.params, request_id=request.request_id, session_id=request.session_id,
+                    most_computed=request.most_computed,
+                )  # fmt: skip
                 self._live.add(request.request_id)
             except ValueError as error:  # the request's own fault; its trajectory pays, the rank goes on
                 self._unsent.end(request.request_id, "error", str(error))

@@ -77,19 +77,19 @@ class TelemetryMeter:
         batch: Sequence[Group],
         env_s: float,
         *,
-        prompt_tokens: int,
-        cached_tokens: int,
+        miss_share: float | None,
         trajectories: int,
         local_tokens: int,
         now: float,
     ) -> StepTelemetry:
         """What was measured since the last time, and what this batch was like.
 
-        `env_s`: seconds in environments since the job began. `prompt_tokens` were asked for since the last time and
-        `cached_tokens` of them found cached, while so many `trajectories` ended. `local_tokens`: up to so many that the
+        `env_s`: seconds in environments since the job began. So many `trajectories` ended since the last time, and their
+        turns missed `miss_share` of what could be cached (`sched/found_prefixes.py`). `local_tokens`: up to so many that the
         environment adds are computed where their session's KV is, if that is a decode worker.
         """
         played = [one for group in batch for one in group.trajectories if one.turns]
+        decode_share = self._steps.decode_share(self._flight)
         decode, prefill = self._steps.take()
         spent, self._env_s = env_s - self._env_s, env_s
         flight = self._flight / self._flight_s if self._flight_s else None
@@ -101,8 +101,6 @@ class TelemetryMeter:
         first = np.array([_first_prompt(one) for one in played], dtype=float)
         generated = sum(sum(one.loss_mask) for one in played)
         appended = float(lengths.sum() - first.sum() - generated) / float(turns.sum())
-        fresh = float(first.mean()) + appended * float(turns.mean())  # of a trajectory; nobody can have that cached
-        known = max(1.0, prompt_tokens - trajectories * fresh)
         local = [size for one in played for size in _local_appends(one, local_tokens)]
         per_turn = appended + float(first.mean()) / float(turns.mean())
         return StepTelemetry(
@@ -114,9 +112,10 @@ class TelemetryMeter:
             context=float((first + lengths).mean() / 2),
             longest=float(lengths.max()),
             env_s=spent / max(1.0, trajectories * float(turns.mean())),
-            miss_share=min(1.0, max(0.0, 1.0 - cached_tokens / known)),
+            miss_share=miss_share,
             local_share=len(local) / float(turns.sum()),
             local_appended=float(np.mean(local)) if local else None,
+            decode_share=decode_share,
             in_flight=flight,
             turn_quantiles=tuple(np.quantile(turns, QUANTILES) / turns.mean()),
             decode=decode,

@@ -35,10 +35,10 @@ class TokenReport:
         self._sums: dict[tuple[bool, bool, int], list[float]] = {}
 
     def add(self, updates: Iterable[Any]) -> tuple[int, int]:
-        """Takes what an engine step gave (`RequestUpdate`s): how many requests got something, how many their first token."""
+        """Takes what an engine step gave (`RequestUpdate`s): how many requests got a token, how many their first."""
         count = prompts = 0
         for update in updates:
-            count += 1
+            count += bool(update.token_ids)
             name = update.request_id
             known = self._open.get(name)
             if known is None:

@@ -38,6 +38,7 @@ from pearl.sched.events import (
     WorkerGone,
     WorkerJoined,
     WorkerReclaimed,
+    WorkerReport,
     WorkerRole,
     Zone,
 )
@@ -49,6 +50,7 @@ from pearl.sched.proposal import Adviser, Proposal, Situation
 from pearl.sched.router import Router
 from pearl.sched.routing import Routing
 from pearl.sched.settings import SchedulerSettings
+from pearl.sched.shape_times import ShapeTimes
 from pearl.sched.state import ClusterState, Worker
 
 
@@ -76,13 +78,20 @@ class ClusterScheduler:
         self._tries: dict[str, int] = {}
         self._failed_at: dict[str, float] = {}
         self._routing = Routing(self.router)
+        self._shapes = ShapeTimes()
         self._adviser = Adviser(settings, profile, self.batch)
 
     def on_event(self, event: ClusterEvent, now: float) -> list[ClusterCommand]:
         """What is to be done about it, in this order. `now` in seconds, never going back."""
+        commands = self._heard(event, now)
+        if commands or not isinstance(event, WorkerReport | BatchProgress):  # there are very many of these
+            self._shapes.note(self.state.shape(), now)
+        return commands
+
+    def _heard(self, event: ClusterEvent, now: float) -> list[ClusterCommand]:
         match event:
             case StepMeasured():
-                self._learn(event)
+                self._learn(event, now)
                 return self._later("step measured", now)  # the trainer may take its GPUs back this very moment
             case BatchProgress():
                 return self._progress(event, now)
@@ -379,11 +388,13 @@ class ClusterScheduler:
         commands = self._give_back("the trainer is due", now) if wanted else []
         return commands + self._later("the trainer is due", now) if commands else []
 
-    def _learn(self, event: StepMeasured) -> None:
-        predicted = self.prediction if self.profile.measured else None  # what was predicted from guesses tells nothing
-        if event.makespan_s is not None and predicted is not None and predicted.shape == self.state.shape():
-            if 0 < event.makespan_s < math.inf and predicted.makespan_s < math.inf:
-                seen = residual(predicted, event.makespan_s)
-                self.log.residuals.append(seen)
-                self.profile.observe_residual(seen.ratio, split=seen.shape.prefill > 0)
+    def _learn(self, event: StepMeasured, now: float) -> None:
+        if self.profile.measured and event.makespan_s is not None:  # what was predicted from guesses tells nothing
+            ended = now if event.ended is None else event.ended
+            spent = self._shapes.between(ended - event.makespan_s, ended)
+            seen = residual(self.adviser().predictor, spent, event.makespan_s)
+            known = residual(self.adviser().hindsight(event.telemetry), spent, event.makespan_s)
+            self.log.residuals += [seen] if seen is not None else []
+            if known is not None and self.settings.pd.predictor == "full":  # the other one is corrected by nothing
+                self.profile.observe_residual(known.ratio, known.shape.prefill > 0, known.share)
         self.profile.observe(event.telemetry, self.prediction.lost_share if self.prediction is not None else 0.0)

@@ -65,7 +65,8 @@ class DecodeCost:
 class PrefillCost:
     """Seconds of computing n new tokens on a prefix of p: base + per_prompt + per_token * n + per_pair * n * (p + n / 2).
 
-    A step that computes several prompts pays `base_s` once and `per_prompt_s` for each.
+    A step that computes several prompts pays `base_s` once and `per_prompt_s` for each; a prompt that takes several steps pays
+    `base_s` in each and `per_prompt_s` once.
     """
 
     base_s: float

@@ -116,10 +116,12 @@ class BatchProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeasured:
-    """A batch is complete, and this is what it was like. `makespan_s`: its rollout, None if the shape changed meanwhile."""
+    """A batch is complete, and this is what it was like. `makespan_s`: its rollout, which `ended` (None: now); None if it took
+    no time of its own."""
 
     telemetry: StepTelemetry
     makespan_s: float | None = None
+    ended: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ was measured.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +20,9 @@ from pearl.sched.turn_model import TurnModel
 from pearl.sched.workload import Workload
 
 Array = Any
+
+KNOWN_SHARE = 0.99
+"""Of a batch's time, of which it must be known how it was spent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,20 +62,14 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residual:
-    """Measured against predicted makespan. `ratio` is measured over predicted."""
+    """Measured against predicted makespan. `ratio` is measured over predicted. For a `share` of the time, at least half of it,
+    there were pools of one kind, with prefill workers or without; of these there was `shape` the longest."""
 
     shape: Shape
     predicted_s: float
     measured_s: float
     ratio: float
-
-
-def residual(predicted: Prediction, measured_s: float) -> Residual:
-    """ValueError for a measurement that is not a time, or a prediction that was none."""
-    if not 0 < measured_s < float("inf") or not 0 < predicted.makespan_s < float("inf"):
-        raise ValueError(f"measured_s={measured_s}, predicted {predicted.makespan_s}: both must be finite and > 0")
-    ratio = measured_s / predicted.makespan_s
-    return Residual(shape=predicted.shape, predicted_s=predicted.makespan_s, measured_s=measured_s, ratio=ratio)
+    share: float = 1.0
 
 
 class AnyPredictor(Protocol):
@@ -83,6 +81,23 @@ class AnyPredictor(Protocol):
     def makespans(self, mixed: Array, prefill: Array, decode: Array) -> Array: ...
 
     def predict(self, shape: Shape, joined: int = 0) -> Prediction: ...
+
+
+def residual(predictor: AnyPredictor, spent: Mapping[Shape, float], measured_s: float) -> Residual | None:
+    """Of a batch that took `measured_s` and spent so many seconds of it in each shape.
+
+    In t seconds of a shape in which a batch takes T it does t / T of one; so it was predicted to do the sum of these, and did
+    one. None if it is not known how all of the time was spent, or nothing was predicted for any of it.
+    """
+    if not 0 < measured_s < float("inf") or not sum(spent.values()) > KNOWN_SHARE * measured_s:
+        return None
+    done = sum(seconds / predictor.predict(shape).makespan_s for shape, seconds in spent.items())
+    if not done:
+        return None
+    kinds = [{shape: s for shape, s in spent.items() if (shape.prefill > 0) is split} for split in (False, True)]
+    most = max(kinds, key=lambda kind: sum(kind.values()))
+    shape, share = max(most, key=lambda one: most[one]), sum(most.values()) / sum(spent.values())
+    return Residual(shape=shape, predicted_s=measured_s / done, measured_s=measured_s, ratio=done, share=share)
 
 
 def why_not(shape: Shape, workload: Workload, costs: CostProfile) -> str:
@@ -248,7 +263,12 @@ def paper_split(p: PaperInputs, prefill: Array, decode: Array) -> Array:
 
 
 class PaperPredictor:
-    """The closed forms: all mixed or all split, and the decode pool must hold the KV of the whole batch."""
+    """The closed forms: all mixed or all split, and the decode pool must hold the KV of the whole batch.
+
+    `Workload.calibration` is left out. The system that these forms are the baseline of (docs/simulator.md) refits their letters
+    after each step, as is done here, and corrects no makespan by what was measured: that is part of what it is compared with.
+    So its predictions are as far off as the forms are, and residuals are logged for both alike.
+    """
 
     def __init__(self, workload: Workload, costs: CostProfile, inputs: PaperInputs | None = None) -> None:
         self.workload, self.costs = workload, costs

@@ -34,6 +34,9 @@ MEANS = {
 }
 """Fields of Workload that are learned, and what is believed of them."""
 
+BY_CHANCE = ("turns", "appended", "generated", "first_prompt", "context", "longest", "env_s")
+"""In which one batch differs from another without telling anything of the costs."""
+
 LEAST_MOVING = 0.1
 """Share of what a hand-over was measured to take that is its way at least, however long taking it in is said to take."""
 
@@ -168,11 +171,12 @@ class RuntimeProfile:
         if not mean.observe(value):
             self.rejected[kind] += 1
 
-    def observe_residual(self, ratio: float, split: bool) -> None:
+    def observe_residual(self, ratio: float, split: bool, share: float = 1.0) -> None:
         """Measured over predicted makespan, the prediction being one of `workload()` at its present calibration, of a pool with
-        prefill workers or without. What nobody has tried yet is believed to be as far off as what was."""
+        prefill workers or without. A batch that was there for a `share` of its time counts for so much. What nobody has tried
+        yet is believed to be as far off as what was."""
         mean, other = self.calibration[split], self.calibration[not split]
-        if not mean.observe(self._calibration(split) * ratio):
+        if not mean.observe(self._calibration(split) * ratio, share):
             self.rejected["calibration"] += 1
         elif not other.weight:
             other.value = mean.value
@@ -200,6 +204,17 @@ class RuntimeProfile:
         marks = tuple(np.maximum.accumulate([one.value for one in self._quantiles]).tolist()) if observed else ()
         learned |= {"calibration": self._calibration(False), "split_calibration": self._calibration(True)}
         return replace(self._workload, batch=batch or self._workload.batch, turn_quantiles=marks, **learned)
+
+    def workload_of(self, telemetry: StepTelemetry, batch: float | None = None) -> Workload:
+        """The present estimate, but for what this very batch was like."""
+        told = {name: getattr(telemetry, name) for name in BY_CHANCE}
+        known = {name: value for name, value in told.items() if value is not None and MEANS[name][0] <= value <= MEANS[name][1]}
+        present = self.workload(batch)
+        context = known.get("context", present.context)
+        known["longest"] = max(known.get("longest", present.longest), context)
+        if _rising(telemetry.turn_quantiles):
+            known["turn_quantiles"] = telemetry.turn_quantiles
+        return replace(present, **known)
 
     def costs(self) -> CostProfile:
         """The present estimate. Of what was measured of steps, the profile's part is host time, as much slower or faster as
@@ -263,8 +278,7 @@ class RuntimeProfile:
         marks = telemetry.turn_quantiles
         if not marks:
             return
-        rising = len(marks) == len(QUANTILES) and all(math.isfinite(mark) and mark > 0 for mark in marks)
-        if not rising or list(marks) != sorted(marks):
+        if not _rising(marks):
             self.rejected["turn_quantiles"] += 1
             return
         for mean, mark in zip(self._quantiles, marks, strict=True):
@@ -303,6 +317,12 @@ class RuntimeProfile:
     def _decode_row(self, batch: float, context: float) -> list[float]:
         keep = self._costs.decode.expert_keep
         return [1.0, batch, batch * context, 1.0 - keep**batch if keep else 0.0]
+
+
+def _rising(marks: tuple[float, ...]) -> bool:
+    """Whether these can be turns at QUANTILES."""
+    sound = len(marks) == len(QUANTILES) and all(math.isfinite(mark) and mark > 0 for mark in marks)
+    return sound and list(marks) == sorted(marks)
 
 
 def _prefill_row(new: float, prefix: float, beside: bool) -> list[float]:

@@ -16,7 +16,7 @@ from pearl.sched.events import Zone
 from pearl.sched.planner import Allocation, Budget, fixed_borrow, plan_allocation
 from pearl.sched.policy import SwitchGate, Verdict, append_limit, hazard, useful_life_s, weigh_borrow, weigh_expand
 from pearl.sched.predictor import AnyPredictor, PaperPredictor, Prediction, Predictor
-from pearl.sched.profile import RuntimeProfile
+from pearl.sched.profile import RuntimeProfile, StepTelemetry
 from pearl.sched.settings import SchedulerSettings
 from pearl.sched.shape import Shape
 from pearl.sched.state import Worker
@@ -69,6 +69,10 @@ class Adviser:
         known, profile = self.predictor, self._profile
         same = profile.workload(self._batch) == known.workload and profile.costs() == known.costs
         return same and settings == self._settings
+
+    def hindsight(self, telemetry: StepTelemetry) -> Predictor:
+        """Predicts as if it had been known what a batch would be like."""
+        return Predictor(self._profile.workload_of(telemetry, self._batch), self.predictor.costs)
 
     def propose(self, s: Situation, gate: SwitchGate, now: float) -> Proposal:
         """The next transition of the serving workers; its plan may be empty."""

@@ -4,7 +4,8 @@ Owns a few numbers per worker and which session sits where. It does not know tok
 Invariant: a session has at most one request in flight, and `in_flight` of a worker is the number of its sessions that do.
 
 Where there are prefill workers, new prompts and long appends go to them, and each with a credit on the decode worker that is
-to go on with it; short appends stay with the decode worker that holds the KV. Mixed workers beside them take whole sessions.
+to go on with it; short appends stay with the decode worker that holds the KV. Mixed workers beside them take whole sessions. A
+decode worker that has lost the KV gives the append back, and it goes to a prefill worker.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from itertools import chain
 
 from pearl.protocol import Role
 from pearl.sched.standing import Rank, Standing, names
+
+NOBODY = ""
+"""Holds the KV of sessions of which nobody has any; no worker's name."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,6 +59,8 @@ class _Session:
     prefiller: str | None = None
     target: str | None = None
     moving_to: str | None = None
+    appends: bool = False
+    """Its request is with the decode worker that is to have its KV, though prefill workers could compute it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,12 +147,31 @@ class Router:
         if not self._standing.any():
             return None
         worker, target = self._choose(session, prompt_len)
-        self.moved += session is not None and (target or worker) != session.worker
+        self.moved += session is not None and session.worker not in (NOBODY, target or worker)
         placed = _Session(name=session_id, worker=worker, prompt_len=prompt_len, target=target)
+        alone = target is None and self._standing.holds(worker, Role.DECODE)
+        placed.appends = alone and bool(self._standing.of(Role.PREFILL))
         placed.prefiller = worker if target is not None else session.prefiller if session is not None else None
         self._sessions[session_id] = placed
         self._count(placed, +1)
         return worker
+
+    def most_computed(self, session_id: str) -> int | None:
+        """How many tokens of the session's request its worker should compute at most: beyond that the prefix is gone for which
+        the request was placed there, and it is better given back (`gave_back`). None: all that it takes.
+
+        A block more than may be appended: what does not fill one is never cached.
+        """
+        session = self._sessions.get(session_id)
+        appends = session is not None and session.live and session.appends
+        return self.append_on_decode_tokens + self.block_size if appends else None
+
+    def gave_back(self, session_id: str) -> None:
+        """The session's request ended unbegun, since its worker has not got its KV any more: no decode worker has. Unknown
+        sessions are ignored."""
+        self.done(session_id)
+        if session_id in self._sessions:
+            self._sessions[session_id].worker = NOBODY
 
     def worker_of(self, session_id: str) -> str | None:
         """Where the session's request is in flight; None if there is none."""

@@ -1,7 +1,8 @@
 """What engine steps teach about costs: sums over steps of about one size, and the samples that they become.
 
-Owns the sums between two RL steps and how they are split into what decodes and what prompts cost. It is told of steps by the
-members of a live job and by simulated workers alike, as both mean the same by a `StepSums`; it measures nothing itself.
+Owns the sums between two RL steps, how they are split into what decodes and what prompts cost, and how many sequences were
+decoding. It is told of steps by the members of a live job and by simulated workers alike, as both mean the same by a
+`StepSums`; it measures nothing itself.
 Invariant: each step is in one sum, and counts once.
 
 The first token of a request ends its prompt, every other one is a decode: so a step is one of decodes alone, of prompts alone,
@@ -56,6 +57,8 @@ class StepSamples:
     """`add` what was told of steps; `take` the samples of all since the last time. Sizes are powers of two apart."""
 
     def __init__(self) -> None:
+        self._decoding_s = 0.0
+        """In which sequences were decoding, of all sequences together."""
         self._decode: dict[int, _Steps] = {}
         self._prefill: dict[tuple[int, bool], _Steps] = {}
 
@@ -63,6 +66,7 @@ class StepSamples:
         """Of steps without a size, or of prompts whose number nobody knows, nothing is learned."""
         if sums.count <= 0 or sums.size <= 0 or (sums.prefill and sums.prompts <= 0):
             return
+        self._decoding_s += sums.decodes / sums.count * sums.seconds
         bits = (sums.size // sums.count).bit_length()
         if sums.prefill:
             self._prefill.setdefault((bits, sums.decodes > 0), _Steps()).add(sums)
@@ -87,8 +91,13 @@ class StepSamples:
             for one in self._prefill.values()
             if one.seconds > 0
         )
-        self._decode, self._prefill = {}, {}
+        self._decode, self._prefill, self._decoding_s = {}, {}, 0.0
         return decode, prefill
+
+    def decode_share(self, flight_s: float) -> float | None:
+        """Mean share of the trajectories that were decoding, f of the paper: before `take`. They were under way for `flight_s`
+        seconds, all together. None if nobody knows."""
+        return min(1.0, self._decoding_s / flight_s) if flight_s > 0 and self._decoding_s > 0 else None
 
 
 def _each(steps: _Steps) -> float:

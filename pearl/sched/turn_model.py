@@ -17,8 +17,9 @@ bracketing for all pools together.
 
 Memory: a decoder runs at most H / context sequences; what else is under way waits (`queue`). Prefixes of trajectories that are
 with their environment stay cached while there is room; what is lost (`lost_prefixes`) is computed again where the prompt is
-computed, by a decoder if that is its own append, and sent whole where KV is sent. What was generated on a decoder is computed
-again by the prefiller that gets the next turn, since only the decoder has its KV.
+computed, and sent whole where KV is sent. A decoder that has lost the prefix of an append of its own gives that to a prefiller,
+which computes all of it. What was generated on a decoder is computed again by the prefiller that gets the next turn, since only
+the decoder has its KV.
 
 Host time of a step is paid once: a prompt beside decodes adds none to theirs, one that nobody decodes beside pays its own.
 """
@@ -114,6 +115,11 @@ class TurnModel:
         self._mixed_s = float(costs.prefill_beside_s(new, w.context))
         self._remote_s = handed * float(costs.prefill_s(self._remote_new, w.context))
         self._local_s = w.local_share * float(costs.prefill_beside_s(local, w.context))
+        self._taking_s = 0.0
+        self._returned_s = float(costs.prefill_s(w.context, 0.0))
+        """Of an append whose prefix is gone. (Contexts that are short enough for it a decoder computes itself, which takes
+        about as long.)"""
+        self._returned_moved_s = float(costs.moving_s(w.context))
         self._outside = w.env_s + w.overhead_s
         self._base_s = handed * costs.transfer_base_s
         self._moved_s, self._moved_whole_s = (handed * float(costs.moving_s(tokens)) for tokens in (new, w.context))
@@ -123,7 +129,8 @@ class TurnModel:
         """What it costs the hosts of both ends is work of theirs, as a prompt is."""
         handed = 1 - self.workload.local_share
         self._remote_s += handed * cost.give_s
-        self._local_s += handed * cost.take_s
+        self._taking_s += handed * cost.take_s
+        self._returned_s += cost.give_s
 
     def solve(self, decoders: Array, prefillers: Array, trajectories: Array) -> Turn:
         """Pools whose number of trajectories is known. `prefillers` 0 means that all its workers are mixed."""
@@ -274,20 +281,23 @@ class _Pools:
         self.held, self.held_remote = here / decoders, here / some
         lost = lost_prefixes(self.held / room, w.barrier), lost_prefixes(self.held_remote / room, w.barrier, w.eviction)
         gone, gone_remote = (w.miss_share + (1 - w.miss_share) * one for one in lost)
-        prompts = self.mixed + self.split * w.local_share  # of a turn, where it is decoded
-        self.miss = prompts * gone + (1 - prompts) * gone_remote
-        moved = self.split * (model._moved_s + model._moved_whole_s * gone)
-        self.local = self.split * model._local_s + self.mixed * model._mixed_s + prompts * gone * model._whole_s
-        self.local = self.local + moved * c.hand_over.copies
+        appends = self.mixed + self.split * w.local_share  # of a turn, placed where it is decoded
+        returned = self.split * w.local_share * gone
+        prompts = appends - returned
+        self.miss = appends * gone + (1 - appends) * gone_remote
+        moved = self.split * (model._moved_s + model._moved_whole_s * gone) + returned * model._returned_moved_s
+        self.local = self.split * ((1 - gone) * model._local_s + model._taking_s) + returned * c.hand_over.take_s
+        self.local = self.local + self.mixed * (model._mixed_s + gone * model._whole_s) + moved * c.hand_over.copies
         self.host = prompts * c.step_overhead_s
         others = c.mixing * np.maximum(0.0, 1 - 1 / self.held)
         self.crowded = self.local * others
         self.launched = prompts * others * (c.eager - 1)
         """Decode steps' time that each turn's prompt adds to a step of those who decode beside it."""
-        self.remote = self.split * model._remote_s + (1 - prompts) * model._whole_s * gone_remote
+        self.remote = self.split * model._remote_s + (1 - appends) * model._whole_s * gone_remote
+        self.remote = self.remote + returned * model._returned_s
         self.busy_per_rate = decoders * self.remote / some
         self.others_remote = np.maximum(0.0, 1 - 1 / self.held_remote)
-        self.transfer = self.split * model._base_s + moved * (not c.hand_over.copies)
+        self.transfer = self.split * model._base_s + returned * c.transfer_base_s + moved * (not c.hand_over.copies)
 
     def alone(self, d: Array) -> Array:
         """The chance that none of a worker's other trajectories decodes, if `d` of all do."""

@@ -17,6 +17,7 @@ from pearl.config import ExpandSettings
 from pearl.metrics.jsonl import read_jsonl
 from pearl.protocol import Done, Failed, HandedOff, Join, Leaving, Ready, Report, TakenOver, Tokens, TokenUpdate
 from pearl.rl.types import Group
+from pearl.sched.events import StepMeasured
 
 EPISODES = 24
 
@@ -52,6 +53,47 @@ def test_a_split_pool_gives_what_one_engine_gives(
     counts = town.collector.handoffs.counts
     assert counts["taken"] >= EPISODES and counts["taken"] + counts["refused"] + counts["nobody"] == counts["offered"]
     assert town.collector.counts["late_tokens"] == 0
+
+
+@pytest.mark.parametrize("doubling", [0.0, 0.3])
+def test_a_decode_worker_that_loses_its_cache_gives_appends_back(
+    folder: Path, wanted: dict[str, list[int]], tmp_path: Path, doubling: float
+) -> None:
+    """Decode workers whose caches are emptied again and again: what they were to append goes to who computes prompts, each turn
+    once at most, and every trajectory has the tokens that it has where nothing is lost."""
+    options: dict[str, Any] = {"mode": "split", "ratio": "1:2", "append_on_decode": "24"}
+    town = Town(tmp_path, folder, serving=3, seed=5, doubling=doubling, **options)
+    town.until(lambda: town.shape == "1P2D" and not town.scheduler.log.open)
+    decoders = [engine for engine in town.engines.values() if engine.stats().role == "decode"]
+    limited: list[str] = []
+    for engine in decoders:
+        engine.add_request = watched(engine.add_request, limited)
+    town.start(EPISODES)
+    turns = 0
+    while len(town.ended) < EPISODES:
+        town.turn()
+        turns += 1
+        if turns % 25 == 0:
+            for engine in decoders:
+                engine.reset_prefix_cache()
+        assert turns < 60_000, town.status()
+    assert {name: trajectory.token_ids for name, trajectory in town.ended.items()} == wanted
+    town.settled()
+    counts = town.collector.counts
+    assert 0 < counts["returned"] <= len(set(limited)) and not counts["interrupted"]
+    assert len(set(limited)) == len(limited) or doubling
+    assert {name.rsplit(".")[-1] for name in limited}.isdisjoint({"1", "2"}) and not counts["late_tokens"]
+
+
+def watched(add: Any, limited: list[str]) -> Any:
+    """Notes requests that may be given back."""
+
+    def add_request(*args: Any, **options: Any) -> Any:
+        if options.get("most_computed") is not None:
+            limited.append(options["request_id"])
+        return add(*args, **options)
+
+    return add_request
 
 
 SHAPES = [("mixed", "auto"), ("split", "1:2"), ("hybrid", "auto"), ("split", "2:1")]
@@ -412,6 +454,33 @@ def test_whatever_an_external_worker_says_the_job_goes_on_and_its_books_are_righ
     for trajectory in town.ended.values():
         assert len(trajectory.token_ids) <= LONGEST and all(0 < turn.num_sampled <= 9 for turn in trajectory.turns)
     assert lies
+
+
+def test_the_scheduler_is_told_who_decodes_and_what_turns_miss(folder: Path, tmp_path: Path) -> None:
+    """With caches that are left alone turns find all but their last, partial blocks; with caches that are emptied in between
+    they miss the more."""
+    town = Town(tmp_path, folder, serving=2, mode="split", ratio="1:1", seed=12, append_on_decode="0")
+    town.until(lambda: town.shape == "1P1D" and not town.scheduler.log.open)
+    fed: list[Any] = []
+    town.cluster.feed = lambda event, now: fed.append(event)
+    missed = []
+    for emptied in (False, True):
+        town.start(4)  # as many as the caches hold
+        turns = 0
+        while len(town.ended) < town.started:
+            town.turn()
+            turns += 1
+            if emptied and turns % 5 == 0:
+                for engine in town.engines.values():
+                    engine.reset_prefix_cache()
+        batch = [Group(group_id=0, env_seed=0)]
+        batch[0].trajectories.extend(town.ended.values())
+        town.clock.advance(2.0)
+        town.cluster.measured(batch, None, town.clock.now())
+        told = next(event.telemetry for event in reversed(fed) if isinstance(event, StepMeasured))
+        assert told.decode_share is not None and 0 < told.decode_share <= 1
+        missed.append(told.miss_share)
+    assert 0 < missed[0] < 0.15 and missed[0] + 0.3 < missed[1] <= 1
 
 
 def test_what_was_counted_before_a_resume_is_not_measured_again(folder: Path, tmp_path: Path) -> None:

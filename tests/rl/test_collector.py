@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pearl.config import EnvOptions, RolloutOptions
-from pearl.protocol import Abort, NewRequest, Submit, Tokens, TokenUpdate
+from pearl.protocol import Abort, NewRequest, Role, Submit, Tokens, TokenUpdate
 from pearl.rl.collector import Collector
 from pearl.rl.envs.base import EnvOutcome
 from pearl.rl.rollout import Rollout
@@ -149,6 +149,28 @@ def test_an_episode_goes_back_and_forth_until_it_ends(stage: Stage) -> None:
     assert stage.collector.engine_seconds == 1.5
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_what_later_turns_find_of_their_context_is_counted(stage: Stage, split: bool) -> None:
+    """Of the first turn nothing is; of the second all but its last token could be cached, and by a prefill worker all but what
+    was generated. What a worker was interrupted at counts with the request that ends the turn."""
+    if split:
+        stage.router.set_role("a", Role.PREFILL)
+        stage.router.set_role("b", Role.DECODE)
+        stage.router.append_on_decode_tokens = 0
+    [(worker, request)] = stage.begin("0-0").values()
+    stage.tokens(worker, request.request_id, [75, 76, END], num_cached_tokens=2)
+    assert stage.collector.prefixes.take() is None
+    stage.outcome("0-0", observation="go")
+    [(worker, second)] = stage.requests().values()
+    assert worker == "a"
+    stage.tokens(worker, second.request_id, [], reason="abort")
+    [(worker, second)] = stage.requests().values()
+    length = len(request.prompt_token_ids) + 3
+    stage.tokens(worker, second.request_id, [77, END], num_cached_tokens=2)
+    there = length - 1 - 3 * split
+    assert stage.collector.prefixes.take() == pytest.approx(1 - 2 / there)
+
+
 def test_requests_are_spread_and_sent_in_one_message_per_worker(stage: Stage) -> None:
     names = [f"0-{number}" for number in range(6)]
     for name in names:
@@ -220,6 +242,52 @@ def test_an_aborted_request_goes_on_from_its_last_token_with_what_is_left(stage:
     assert stage.collector.at_engine == 1
     stage.tokens(worker, request.request_id, [77])
     assert stage.collector.counts["late_updates"] == 1
+
+
+def split(stage: Stage) -> tuple[NewRequest, NewRequest]:
+    """The second turn of an episode is at the decode worker b, which may give it back; and its first."""
+    stage.router.set_role("a", Role.PREFILL)
+    stage.router.set_role("b", Role.DECODE)
+    [(worker, first)] = stage.begin("0-0").values()
+    assert worker == "a" and first.most_computed is None
+    stage.router.handed_over("0-0", "b")
+    stage.tokens("b", first.request_id, [75, END])
+    stage.outcome("0-0", observation="go")
+    [(worker, second)] = stage.requests().values()
+    assert worker == "b" and second.most_computed == stage.router.append_on_decode_tokens + stage.router.block_size
+    return first, second
+
+
+def test_an_append_that_is_given_back_goes_to_who_computes_prompts_once(stage: Stage) -> None:
+    _, second = split(stage)
+    stage.tokens("b", second.request_id, [], reason="abort")
+    [(worker, third)] = stage.requests().values()
+    assert worker == "a" and third.prompt_token_ids == second.prompt_token_ids
+    assert third.params == second.params, "it draws what it would have drawn"
+    assert third.request_id != second.request_id and third.most_computed is None
+    counts = stage.collector.counts
+    assert (counts["returned"], counts["interrupted"]) == (1, 0)
+    stage.tokens("b", second.request_id, [], reason="abort")
+    assert counts["late_updates"] == 1 and stage.requests() == {}, "said twice"
+    stage.router.handed_over("0-0", "b")
+    stage.tokens("b", third.request_id, [76, END])
+    stage.outcome("0-0", observation="go")
+    [(worker, fourth)] = stage.requests().values()
+    assert worker == "b" and fourth.most_computed is not None, "its next turn is another matter"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_append_whose_worker_is_called_back_is_interrupted(stage: Stage, begun: bool) -> None:
+    _, second = split(stage)
+    if begun:
+        stage.tokens("b", second.request_id, [76], reason=None)
+    else:
+        stage.router.drain("b")
+    stage.tokens("b", second.request_id, [], reason="abort")
+    assert (stage.collector.counts["returned"], stage.collector.counts["interrupted"]) == (0, 1)
+    [(_, third)] = stage.requests().values()
+    assert third.most_computed is None, "a turn that is asked for again is not given back"
+    assert (third.params.seed == second.params.seed) == (not begun)
 
 
 @pytest.mark.parametrize("last", [[75, END], [75, 76, 77, 78]], ids=["end of turn", "budget"])

@@ -124,7 +124,9 @@ def test_what_is_believed_can_be_summed_up_and_learned_from() -> None:
         said = tokens(update(), seconds=MOST, steps=[steps])
         assert verdict(said) == ""
         meter.stepped(said, 0.0)
-    learned = meter.finish([], 0.0, prompt_tokens=0, cached_tokens=0, trajectories=0, local_tokens=0, now=1.0)
+    meter.playing(0, 0.0)
+    meter.playing(4, 1.0)
+    learned = meter.finish([], 0.0, miss_share=None, trajectories=0, local_tokens=0, now=1.0)
     assert len(learned.decode) == 2 and all(math.isfinite(one.seconds) for one in (*learned.decode, *learned.prefill))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -46,10 +47,10 @@ def requests(count: int, of: str = "r") -> list[str]:
 
 
 def learn(
-    meter: TelemetryMeter, batch: Sequence[Group] = (), env_s: float = 0.0, now: float = 0.0, **counts: int
+    meter: TelemetryMeter, batch: Sequence[Group] = (), env_s: float = 0.0, now: float = 0.0, **given: Any
 ) -> StepTelemetry:
-    zero = {"prompt_tokens": 0, "cached_tokens": 0, "trajectories": 0, "local_tokens": 0}
-    return meter.finish(batch, env_s, now=now, **(zero | counts))
+    nothing: dict[str, Any] = {"miss_share": None, "trajectories": 0, "local_tokens": 0}
+    return meter.finish(batch, env_s, now=now, **(nothing | given))
 
 
 def trajectory(prompt: int, turns: list[tuple[int, int]]) -> Trajectory:
@@ -156,6 +157,21 @@ def test_trajectories_under_way_are_averaged_over_time() -> None:
     assert learn(meter, batch).in_flight is None
 
 
+def test_the_share_of_trajectories_that_decode_is_that_of_their_time() -> None:
+    """Eight trajectories for 10 s. Steps of four decodes take 6 s in all, one that computes a prompt beside two decodes 2 s."""
+    meter, member = TelemetryMeter(), Member()
+    batch = [group(trajectory(10, [(4, 6), (4, 0)]))]
+    meter.stepped(member.step(requests(4), 4 * 50, 0.0), 0.0)
+    learn(meter, batch)
+    meter.playing(0, 0.0)
+    for _ in range(3):
+        meter.stepped(member.step(requests(4), 4, 2.0), 4.0)
+    meter.stepped(member.step([*requests(2), "new"], 2 + 300, 2.0), 9.0)
+    meter.playing(8, 10.0)
+    assert learn(meter, batch).decode_share == pytest.approx((4 * 6 + 2 * 2) / (8 * 10))
+    assert learn(meter, batch).decode_share is None, "nothing was measured since"
+
+
 def test_short_appends_are_told_from_long_ones() -> None:
     batch = [group(trajectory(10, [(4, 6), (4, 7), (2, 3), (1, 0)]))]
     seen = learn(TelemetryMeter(), batch, local_tokens=6)
@@ -165,10 +181,10 @@ def test_short_appends_are_told_from_long_ones() -> None:
 def test_a_batch_is_described_by_its_means() -> None:
     meter = TelemetryMeter()
     batch = [group(trajectory(10, [(4, 6)]), trajectory(14, [(4, 6), (4, 6), (4, 0)]))]
-    seen = learn(meter, batch, 8.0, prompt_tokens=10 + 14 + 24 + 34, cached_tokens=19, trajectories=2)
+    seen = learn(meter, batch, 8.0, miss_share=0.25, trajectories=2)
     assert (seen.trajectories, seen.turns, seen.generated, seen.first_prompt, seen.longest) == (2, 2.0, 4.0, 12.0, 38.0)
     assert seen.appended == pytest.approx(18 / 4)  # of a turn; what follows the last one too: the environment said it
     assert seen.env_s == 2.0
-    assert seen.miss_share == pytest.approx(1 - 19 / (82 - 2 * 21))
+    assert seen.miss_share == 0.25
     assert seen.turn_quantiles[-1] == 1.5
     assert learn(meter, batch, 9.0).env_s == pytest.approx(1.0)

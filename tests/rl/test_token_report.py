@@ -67,7 +67,7 @@ def test_the_first_token_of_what_was_taken_over_does_not_wait_and_ends_no_prompt
     report.take(0.0)
     report.taken_over("a", begun=True)
     report.taken_over("b", begun=False)
-    assert report.add([update("a", 1), update("b"), update("c", 9)]) == (3, 1)
+    assert report.add([update("a", 1), update("b"), update("c", 9)]) == (2, 1)
     assert report.due(0.1) and names(report.take(0.1)[0]) == [("a", [1], None)]
     assert report.add([update("a", 2), update("b", 5), update("c", 10)]) == (3, 1)
     assert names(report.take(0.2)[0]) == [("b", [5], None)] and not report.due(0.3)

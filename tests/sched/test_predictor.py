@@ -130,8 +130,30 @@ def test_inputs_of_the_closed_forms_come_from_profile_and_workload() -> None:
 
 
 def test_residuals() -> None:
-    prediction = Predictor(LOAD, COSTS).predict(Shape(mixed=4))
-    assert residual(prediction, 2 * prediction.makespan_s).ratio == pytest.approx(2)
+    predictor, four = Predictor(LOAD, COSTS), Shape(mixed=4)
+    makespan = predictor.predict(four).makespan_s
+    seen = residual(predictor, {four: 2 * makespan}, 2 * makespan)
+    assert seen is not None and seen.ratio == pytest.approx(2) and seen.predicted_s == pytest.approx(makespan)
+    assert (seen.shape, seen.share) == (four, 1.0)
     for wrong in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="measured_s"):
-            residual(prediction, wrong)
+        assert residual(predictor, {four: makespan}, wrong) is None
+    assert residual(predictor, {four: makespan}, 2 * makespan) is None, "what was there in the other half?"
+    assert residual(predictor, {Shape(prefill=1): 9.0}, 9.0) is None, "nothing is predicted for it"
+
+
+def test_a_batch_that_saw_several_shapes_is_predicted_by_what_it_did_in_each() -> None:
+    """A third of the work with 4 mixed workers, a half with 8, a sixth in a split pool; each as fast as predicted, or all half
+    as fast. A pool that cannot serve does nothing meanwhile."""
+    predictor = Predictor(LOAD, COSTS)
+    parts = {Shape(mixed=4): 1 / 3, Shape(mixed=8): 1 / 2, Shape(prefill=2, decode=6): 1 / 6}
+    spent = {shape: part * predictor.predict(shape).makespan_s for shape, part in parts.items()}
+    for slower in (1, 2):
+        times = {shape: slower * seconds for shape, seconds in spent.items()}
+        seen = residual(predictor, times, sum(times.values()))
+        assert seen is not None and seen.ratio == pytest.approx(slower)
+        assert seen.predicted_s == pytest.approx(sum(spent.values())) and seen.shape == Shape(mixed=8)
+        assert seen.share == pytest.approx((spent[Shape(mixed=4)] + spent[Shape(mixed=8)]) / sum(spent.values()))
+        assert max(times, key=lambda shape: times[shape]) == Shape(prefill=2, decode=6), "which was there for less than both"
+    idle = spent | {Shape(prefill=2): 100.0}
+    seen = residual(predictor, idle, sum(idle.values()))
+    assert seen is not None and seen.ratio == pytest.approx(1)

@@ -101,6 +101,13 @@ def test_predictions_are_corrected_by_what_pools_of_their_kind_took() -> None:
     assert profile.workload().calibration == mixed and profile.workload().split_calibration == pytest.approx(0.9, rel=0.05)
 
 
+def test_a_batch_counts_for_the_share_of_its_time_that_it_was_in_pools_of_a_kind() -> None:
+    whole, half = RuntimeProfile(COSTS, LOAD), RuntimeProfile(COSTS, LOAD)
+    whole.observe_residual(1.6, split=False)
+    half.observe_residual(1.6, split=False, share=0.5)
+    assert (whole.workload().calibration, half.workload().calibration) == pytest.approx((1 + 0.6 / 3, 1 + 0.6 * 0.5 / 2.5))
+
+
 def test_a_correction_does_not_grow_while_it_is_not_used() -> None:
     """Predictions are multiplied by no more than 4, however long batches take that need more."""
     profile = RuntimeProfile(COSTS, LOAD)

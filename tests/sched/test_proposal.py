@@ -44,7 +44,9 @@ def test_roles_that_change_for_a_loan_change_back_after_it(
     assert str(proposal.target.shape) == shape
 
 
-@pytest.mark.parametrize(("share", "switch_s", "act"), [(1.0, 3.0, True), (1.0, 5.0, False), (0.5, 3.0, False), (0.0, 0.1, False)])
+@pytest.mark.parametrize(
+    ("share", "switch_s", "act"), [(1.0, 3.0, True), (1.0, 5.0, False), (0.5, 3.0, False), (0.0, 0.1, False)]
+)
 def test_so_do_roles_that_change_in_the_middle_of_one(share: float, switch_s: float, act: bool) -> None:
     mixed = SchedulerSettings(pd=PdSettings(mode="mixed"), borrow=BorrowSettings(workers="all"))
     driver = Driver(mixed, switch=ChangeCost(fixed_s=switch_s), borrow=ChangeCost(), give_back=ChangeCost())
@@ -54,5 +56,6 @@ def test_so_do_roles_that_change_in_the_middle_of_one(share: float, switch_s: fl
     driver.run(5)
     scheduler = driver.scheduler
     situation = replace(scheduler.situation(driver.now), unfinished=share * scheduler.batch)
-    proposal = Adviser(SchedulerSettings(pd=EAGER), scheduler.profile, scheduler.batch).propose(situation, SwitchGate(EAGER), 0.0)
+    adviser = Adviser(SchedulerSettings(pd=EAGER), scheduler.profile, scheduler.batch)
+    proposal = adviser.propose(situation, SwitchGate(EAGER), 0.0)
     assert str(situation.shape) == "8M" and proposal.kind == "switch" and proposal.verdict.act == act

@@ -166,6 +166,33 @@ def test_short_appends_stay_where_the_kv_is_and_long_ones_do_not() -> None:
     assert router.place("s", 1200) == "p0", "where the rest of its prompt is cached, though p1 is as idle"
 
 
+def test_what_an_append_may_compute_is_limited_and_what_is_given_back_goes_to_who_computes_prompts() -> None:
+    router = split_router(append_on_decode_tokens=50, block_size=16)
+    assert router.place("s", 1000) == "p0" and router.most_computed("s") is None
+    router.handed_over("s", "d1")
+    router.done("s", 1010)
+    assert router.place("s", 1040) == "d1" and router.most_computed("s") == 66
+    router.gave_back("s")
+    assert router.most_computed("s") is None and router.loads["d1"].in_flight == 0
+    router.place("other", 10)
+    router.handed_over("other", "d1")
+    assert router.place("s", 1040) == "p0", "which has the most of it"
+    assert router.decode_target("s") == "d0" and router.moved == 0, "d1 has nothing that would be worth going there"
+    assert router.most_computed("s") is None, "a second time nobody gives it back"
+    router.gave_back("unknown")
+
+
+def test_with_nobody_to_compute_prompts_apart_an_append_has_no_limit() -> None:
+    router = split_router(append_on_decode_tokens=50)
+    router.place("s", 1000)
+    router.handed_over("s", "d1")
+    router.done("s")
+    router.lose_worker("p0"), router.lose_worker("p1")
+    assert router.place("s", 1010) == "d1" and router.most_computed("s") is None
+    router.gave_back("s")  # it was placed before they were lost
+    assert router.place("s", 1010) in ("d0", "d1")
+
+
 def test_credits_send_sessions_where_there_is_room() -> None:
     router = split_router(block_size=16)
     router.on_load("d0", waiting=0, running=0, free_blocks=5)

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 from sched_cases import COSTS
+from sim_jobs import plans
 
 from pearl.engine.request import ScheduledRequest, SchedulerOutput
 from pearl.protocol import StepSums
 from pearl.rl.token_report import TokenReport
 from pearl.sched.sim.pricing import StepPrice, price, steady_price
-from pearl.sched.sim.recorder import step_sums
+from pearl.sched.sim.recorder import Recorder, step_sums
 from pearl.sched.step_samples import StepSamples
 
 
@@ -66,6 +67,33 @@ def test_steps_at_once_are_so_many_single_ones() -> None:
     [decode], () = samples.take()
     assert (decode.batch, decode.count) == (4, 50)
     assert decode.seconds == pytest.approx(0.0104 + 4 * 1e-7 * 1024.5), "each is one token longer than the one before"
+
+
+def test_the_share_that_decodes_is_of_the_time_that_trajectories_are_under_way() -> None:
+    """Fifty steps of four decodes, then four decodes beside a prompt: by so many seconds of four."""
+    samples = StepSamples()
+    run, both = steady_price(COSTS, 4, 4 * 1000, 50), price(output(*[(999, 1)] * 4, (0, 500)), COSTS)
+    add(samples, run, drawn=200, steps=50)
+    add(samples, both, drawn=5, prompts=1)
+    add(samples, price(output((0, 500)), COSTS), drawn=1, prompts=1)
+    assert samples.decode_share(100.0) == pytest.approx(4 * (run.seconds + both.seconds) / 100.0)
+    assert samples.decode_share(1e-3) == 1.0, "times of two clocks may not fit"
+    assert samples.decode_share(0.0) is None
+    samples.take()
+    assert samples.decode_share(100.0) is None
+
+
+def test_pieces_of_a_prompt_are_told_with_the_step_that_gives_its_token() -> None:
+    """Of two workers at a time: 600 tokens in pieces of 256, and 200 at once."""
+    recorder = Recorder()
+    pieces = [price(output((start, min(256, 600 - start))), COSTS) for start in (0, 256, 512)]
+    for place, cost in enumerate(pieces):
+        recorder.stepped("w0", cost, 1, 0, drawn=place == 2, prompts=place == 2)
+        if not place:
+            recorder.stepped("w1", price(output((0, 200)), COSTS), 1, 0, drawn=1, prompts=1)
+    long, short = sorted(recorder.telemetry([next(plans())], 0.0).prefill, key=lambda one: -one.new)
+    assert (long.new, long.count, short.new, short.count) == (600, 1, 200, 1)
+    assert long.seconds == pytest.approx(sum(cost.seconds for cost in pieces))
 
 
 @pytest.mark.parametrize(

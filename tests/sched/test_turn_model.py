@@ -146,15 +146,24 @@ def test_what_a_split_pool_lost_is_computed_and_sent_where_its_turns_are() -> No
         short, roomy = TurnModel(load, COSTS).solve(2, 1, 60), TurnModel(load, ample).solve(2, 1, 60)
         missed = share * gone["decoders"] + (1 - share) * gone["prefiller"]
         assert float(short.miss_share) == pytest.approx(missed) and float(roomy.miss_share) < 1e-6
-        whole_s = (1 - share) * gone["decoders"] * 4000 * 1e5 / 1e10
-        assert float(short.transfer - roomy.transfer) == pytest.approx(whole_s, abs=1e-5), "of turns that are sent"
+        whole_s = gone["decoders"] * 4000 * 1e5 / 1e10
+        moved_s = float(short.transfer - roomy.transfer)
+        assert moved_s == pytest.approx(whole_s, abs=1e-5), "of all turns: those of decoders are given back"
 
 
-def test_a_decoder_that_lost_a_prefix_computes_all_of_it() -> None:
-    """One trajectory that no prefiller helps: half of its turns compute 4,000 tokens on top of the 50 that are new."""
+def test_an_append_whose_prefix_is_lost_is_a_prefiller_s() -> None:
+    """One trajectory: half of its turns have 4,000 tokens computed apart and sent, instead of 50 where they decode. Where many
+    decode, none of them waits for that."""
     load = replace(LOAD, local_share=1.0, local_appended=50.0)
-    there, gone = (float(TurnModel(replace(load, miss_share=share), COSTS).solve(1, 1, 1).turn) for share in (0.0, 0.5))
-    assert gone - there == pytest.approx(0.5 * (4000 * 1e-4 + 1e-9 * 4000 * 2000), rel=0.03)
+    costs = replace(COSTS, kv_capacity_tokens=1e12, transfer_base_s=0.3)
+    there, gone = (TurnModel(replace(load, miss_share=share), costs) for share in (0.0, 0.5))
+    whole_s = float(costs.prefill_s(4000, 0)) + 0.3 + 4000 * 1e5 / 1e10 - float(costs.prefill_beside_s(50, 4000))
+    alone = float(gone.solve(1, 1, 1).turn - there.solve(1, 1, 1).turn)
+    assert alone == pytest.approx(0.5 * whole_s, rel=0.03)
+    crowd = gone.solve(1, 40, 40)
+    assert 0 < float(crowd.interference) < 0.6 * float(there.solve(1, 40, 40).interference)
+    mixed = [float(model.solve(4, 0, 4).turn) for model in (there, gone)]
+    assert mixed[1] - mixed[0] == pytest.approx(0.5 * (4000 * 1e-4 + 1e-9 * 4000 * 2000), rel=0.05), "nothing is given back"
 
 
 def test_the_host_s_time_is_paid_by_steps_and_not_by_prompts_beside_decodes() -> None:

@@ -229,11 +229,6 @@ def steady(workers: int, tp: int) -> Availability:
     return Availability(events=tuple((0.0, 1, group) for group in groups))
 
 
-def mean_gpus(availability: Availability, length_s: float) -> float:
-    """GPUs that are there, on average over `length_s`."""
-    return sum(sign * len(gpus) * max(0.0, length_s - at_s) for at_s, sign, gpus in availability.events) / length_s
-
-
 def segment_gpus(segment: Segment, folder: Path | None, *, tp: int, seed: int) -> tuple[Availability, str]:
     """(external GPUs of the segment, where they come from): its file in `folder`, else drawn with its statistics."""
     rng = np.random.default_rng([seed, SEGMENTS.index(segment)])

@@ -77,7 +77,7 @@ class Dispatcher:
             self.waiting[episode.name] = episode
             return
         episode.waiting = False
-        request = episode.next_request(self._agenda.now)
+        request = episode.next_request(self._agenda.now, self._router.most_computed(episode.name))
         self._episodes[request.request_id] = episode
         self._recorder.placed(self.workers[worker].role, episode)
         self.workers[worker].post(lambda core: core.add_request(request))
@@ -98,7 +98,7 @@ class Dispatcher:
     def _resubmit(self, episode: Episode) -> None:
         self._episodes.pop(episode.request_id, None)
         self.counts["resubmitted"] += 1
-        episode.request_id = ""
+        episode.request_id, episode.again = "", True
         self.submit(episode)
 
     def forget(self, episode: Episode) -> None:
@@ -118,7 +118,7 @@ class Dispatcher:
                 prompts += episode.prompted
                 episode.draw(count, update.weight_versions[0])
                 drawn += count
-        self._recorder.stepped(cost, output.num_steps, len(output.preempted), drawn, prompts)
+        self._recorder.stepped(worker.name, cost, output.num_steps, len(output.preempted), drawn, prompts)
         for update in updates:
             if update.completion is not None:
                 self._completed(episodes[update.request_id], update)
@@ -128,12 +128,23 @@ class Dispatcher:
     def _completed(self, episode: Episode, update: RequestUpdate) -> None:
         completion = update.completion
         assert completion is not None
+        if completion.finish_reason == "abort":
+            self._returned(episode)
+            return
         if completion.finish_reason != "length":
             raise RuntimeError(f"request {update.request_id!r} ended with {completion.finish_reason}: {completion.error}")
         del self._episodes[update.request_id]
-        self._recorder.request_over(completion.num_cached_tokens, completion.num_preemptions, episode)
+        self._recorder.request_over(completion.num_cached_tokens, episode)
         self._router.done(episode.name, len(episode.ids))
         self.turn_over(episode)
+
+    def _returned(self, episode: Episode) -> None:
+        """A decode worker gives the request back: it has lost its prefix. It is placed again, by who computes prompts."""
+        del self._episodes[episode.request_id]
+        self.counts["returned"] += 1
+        self._router.gave_back(episode.name)
+        episode.request_id, episode.again = "", True
+        self._agenda.after(self._settings.overhead_s, lambda: self.submit(episode))
 
     def offered(self, worker: SimWorker, export: Export) -> None:
         """A request that does not stay where it is: offered to whom the router chooses."""

@@ -42,6 +42,10 @@ class Episode:
     """Its environment is not under way: the prompt of the present turn is complete."""
     oldest: int = -1
     salt: str | None = None
+    again: bool = False
+    """The present turn was asked for before."""
+    apart: bool = False
+    """Its prompt is computed by a worker that decodes nothing."""
     known: int = 0
     """Tokens whose KV was somewhere before this turn: what a full hit would find."""
 
@@ -52,7 +56,7 @@ class Episode:
         """Everything is played again."""
         self.ids = TokenRuns.of(2 * self.plan.group, self.plan.first_prompt)
         self.turn = self.drawn = self.known = 0
-        self.prompted = False
+        self.prompted = self.again = False
         self.oldest, self.request_id, self.waiting, self.answered, self.salt = -1, "", False, True, None
 
     @property
@@ -84,8 +88,8 @@ class Episode:
     def is_over(self) -> bool:
         return self.turn == len(self.plan.turns)
 
-    def next_request(self, now: float) -> Request:
-        """For what is left of the present turn."""
+    def next_request(self, now: float, most_computed: int | None = None) -> Request:
+        """For what is left of the present turn; given back at most once."""
         self.requests += 1
         self.prompted = True
         self.request_id = f"{self.name}.{self.requests}"
@@ -98,6 +102,7 @@ class Episode:
             seed=self.token,
             cache_salt=self.salt,
             session_id=self.name,
+            most_computed=None if self.again else most_computed,
             arrival=now,
         )
 
@@ -116,6 +121,7 @@ class Episode:
         env_s = self.current.env_s
         self.known = len(self.ids) - 1
         self.turn, self.drawn, self.request_id, self.answered = self.turn + 1, 0, "", False
+        self.again = False
         return env_s
 
     def answer(self, miss_share: float) -> None:

@@ -4,7 +4,9 @@ Owns the translation from a step's tokens to the formulae of `cost_profile.py`; 
 devices alike. Pure: it needs the output alone, since an entry says where its tokens begin. Invariant: a steady run of n steps
 costs what its n single steps cost, up to rounding.
 
-One token on a context is a decode, also if it is the last piece of a prompt; more are a prefill. A step with both costs
+One token on a context is a decode, also if it is the last piece of a prompt; more are a prefill. What a prompt costs its host
+apart from its tokens (`per_prompt_s`, measured with prompts that are computed in one step) is paid with its last piece, from
+which its first token is drawn, and by no other; a profile's `base_s` by each step. A step with both costs
 `max + mixing * min` of its decode step, `eager` times as long as by itself, and its prefills: with `mixing=1` (the profile's
 default) the serial sum, with `mixing=0` the larger of the two, as if one hid behind the other. The host's time per step is
 paid once.
@@ -37,7 +39,7 @@ class StepPrice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 def price(output: SchedulerOutput, costs: CostProfile) -> StepPrice:
     """A step of no tokens costs nothing."""
-    batch = context = new = chunks = 0
+    batch = context = new = chunks = prompts = 0
     pairs = below = 0.0
     for entry in output.requests:
         if entry.num_tokens == 1:
@@ -45,6 +47,7 @@ def price(output: SchedulerOutput, costs: CostProfile) -> StepPrice:
             context += entry.start + 1
         else:
             chunks += 1
+            prompts += entry.samples
             new += entry.num_tokens
             below += entry.num_tokens * entry.start
             pairs += entry.num_tokens * (entry.start + entry.num_tokens / 2)
@@ -57,7 +60,7 @@ def price(output: SchedulerOutput, costs: CostProfile) -> StepPrice:
     decode_s = float(costs.decode.seconds(batch, context / batch)) if batch else 0.0
     prefill = costs.prefill
     prefill_s = prefill.base_s + prefill.per_token_s * new + prefill.per_pair_s * pairs if chunks else 0.0
-    prefill_s += prefill.per_prompt_s * chunks
+    prefill_s += prefill.per_prompt_s * prompts
     if chunks:
         decode_s *= costs.eager
     return StepPrice(

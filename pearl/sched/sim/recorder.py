@@ -11,6 +11,7 @@ from collections import Counter
 import numpy as np
 
 from pearl.protocol import Role, StepSums
+from pearl.sched.found_prefixes import FoundPrefixes
 from pearl.sched.profile import StepTelemetry
 from pearl.sched.sim.episode import Episode
 from pearl.sched.sim.plans import TrajectoryPlan
@@ -31,42 +32,51 @@ class Recorder:
         self.interval_from = 0.0
         self._interval_counts: Counter[str] = Counter()
         self._step_counts: Counter[str] = Counter()
+        self._pieces: dict[str, tuple[int, float]] = {}
+        """By worker: tokens and seconds of its last steps, if these gave no token. As a live member tells it (`rl/serving.py`),
+        pieces of long prompts are part of the next step that does."""
         self._begin_step()
 
     def _begin_step(self) -> None:
         self._steps = StepSamples()
-        self._turns = self._missed = self._local = self._local_tokens = self._appends = 0
-        self._contexts = self._decoding_s = self._flight_s = 0.0
+        self._prefixes = FoundPrefixes()
+        self._turns = self._local = self._local_tokens = 0
+        self._contexts = self._flight_s = 0.0
 
     # ------------------------------------------------------------------------------------------------ what happens
 
-    def stepped(self, cost: StepPrice, steps: int, preempted: int, drawn: int, prompts: int) -> None:
-        """A worker finished an output of so many steps, which gave `drawn` tokens, `prompts` of them a request's first."""
+    def stepped(self, worker: str, cost: StepPrice, steps: int, preempted: int, drawn: int, prompts: int) -> None:
+        """This worker finished an output of so many steps, which gave `drawn` tokens, `prompts` of them a request's first."""
         self.counts["steps"] += steps
         self.counts["outputs"] += 1
         self.counts["preemptions"] += preempted
         self.counts["computed"] += cost.new
         self.counts["generated"] += drawn
-        self._decoding_s += cost.batch * cost.seconds
-        sums = step_sums(cost, steps, drawn, prompts)
+        new, seconds = self._pieces.pop(worker, (0, 0.0))
+        if steps > 1:
+            new, seconds = 0, 0.0  # nobody goes on with what these were pieces of
+        if cost.new and not drawn:
+            self._pieces[worker] = new + cost.new, seconds + cost.seconds
+            return
+        sums = step_sums(cost, steps, drawn, prompts, new, seconds)
         if sums is not None:
             self._steps.add(sums)
 
     def placed(self, role: Role, episode: Episode) -> None:
         """A turn's request goes to a worker of this role."""
-        if not episode.turn or episode.drawn:
-            return
-        self._appends += 1
-        if role is Role.DECODE:
+        episode.apart = role is Role.PREFILL
+        if role is Role.DECODE and episode.turn and not episode.drawn:
             self._local += 1
             self._local_tokens += episode.current.appended
 
-    def request_over(self, cached: int, preempted: int, episode: Episode) -> None:
+    def request_over(self, cached: int, episode: Episode) -> None:
         """A turn's tokens are complete; `cached` tokens of its prompt were found."""
         self.counts["turns"] += 1
         self._turns += 1
         self._contexts += len(episode.ids)
-        self._missed += bool(episode.turn) and cached < episode.known / 2 and not preempted
+        if episode.turn:
+            last = episode.plan.turns[episode.turn - 1].generated
+            self._prefixes.add(known=episode.known, generated=last, cached=cached, apart=episode.apart)
 
     def sample(self, roles: dict[str, float], in_flight: int, seconds: float) -> None:
         """How it looks now; counts for `seconds`."""
@@ -107,7 +117,7 @@ class Recorder:
         """Of the step whose batch these trajectories are; begins a new one."""
         turns = np.array([len(plan.turns) for plan in plans], dtype=np.float64)
         every = [turn for plan in plans for turn in plan.turns]
-        seen, appends = max(1, self._turns), max(1, self._appends)
+        seen, decode_share = max(1, self._turns), self._steps.decode_share(self._flight_s)
         decode, prefill = self._steps.take()
         measured = StepTelemetry(
             trajectories=len(plans),
@@ -119,10 +129,10 @@ class Recorder:
             longest=float(max(plan.tokens for plan in plans)),
             env_s=sum(plan.reset_s + sum(turn.env_s for turn in plan.turns) for plan in plans) / len(every),
             overhead_s=overhead_s,
-            miss_share=self._missed / appends if self._appends else None,
+            miss_share=self._prefixes.take(),
             local_share=self._local / seen if self._turns else None,
             local_appended=self._local_tokens / self._local if self._local else None,
-            decode_share=min(1.0, self._decoding_s / self._flight_s) if self._flight_s and self._decoding_s else None,
+            decode_share=decode_share,
             turn_quantiles=tuple((np.quantile(turns, QUANTILES) / turns.mean()).tolist()),
             decode=decode,
             prefill=prefill,
@@ -131,10 +141,13 @@ class Recorder:
         return measured
 
 
-def step_sums(cost: StepPrice, steps: int, drawn: int, prompts: int) -> StepSums | None:
+def step_sums(
+    cost: StepPrice, steps: int, drawn: int, prompts: int, new: int = 0, seconds: float = 0.0
+) -> StepSums | None:
     """An output of so many steps, as a member of a live job tells of it: the context is the mean of all who ran, prompts are
-    those of which the first token was drawn. None where that tells nothing."""
-    step = told(computed=cost.new + cost.batch, batch=drawn // steps, prompts=prompts)
+    those of which the first token was drawn. None where that tells nothing. `new` tokens were computed in so many `seconds`
+    by the steps before, which gave none."""
+    step = told(computed=new + cost.new + cost.batch, batch=drawn // steps, prompts=prompts)
     if step is None:
         return None
     prefill, size, decodes = step
@@ -146,5 +159,5 @@ def step_sums(cost: StepPrice, steps: int, drawn: int, prompts: int) -> StepSums
         context=steps * context,
         decodes=steps * decodes,
         prompts=steps * max(1, prompts),
-        seconds=cost.seconds,
+        seconds=seconds + cost.seconds,
     )

@@ -146,7 +146,7 @@ class Simulation:
             return
         watched = self._watched = self.watch.take(batch.number)
         telemetry = self.recorder.telemetry(batch.plans, self.settings.overhead_s)
-        self.emit(StepMeasured(telemetry=telemetry, makespan_s=watched.makespan_s if watched.steady else None))
+        self.emit(StepMeasured(telemetry=telemetry, makespan_s=watched.makespan_s, ended=watched.ended_s))
         self.emit(BatchProgress(unfinished=self.rollout.unfinished()))
         self.trainer.train(batch)
 

@@ -1,7 +1,8 @@
 """The simulated trainer: waits for its GPUs, trains a batch for as long as that takes, publishes.
 
 Owns the order of a step's training, as the live run has it: batch complete, `TrainingBegins`, the scheduler's leave, training,
-publication, `WeightsPublished`, `TrainingFinished`. It knows no workers. Invariant: one batch at a time, one version each.
+publication, `WeightsPublished`, `TrainingFinished`. It knows no workers. Invariants: one batch at a time, one version each; who
+has the next batch at once has not been idle, so nobody is told that it was (`rl/claim.py` in a live run).
 """
 
 from __future__ import annotations
@@ -56,4 +57,5 @@ class Trainer:
         self._publish(self.version)
         self._emit(WeightsPublished(version=self.version))
         self._finished(batch, self._agenda.now - self._settings.publish_s)
-        self._emit(TrainingFinished(step=self.version))
+        if self.batch is None:
+            self._emit(TrainingFinished(step=self.version))

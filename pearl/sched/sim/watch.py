@@ -17,6 +17,7 @@ from pearl.sched.sim.agenda import Agenda
 class Watched:
     """`steady`: nobody came, went or changed its role meanwhile. `workers`: those that served, averaged over the time."""
 
+    ended_s: float
     makespan_s: float
     predicted_s: float | None
     shape: Shape
@@ -64,6 +65,7 @@ class BatchWatch:
             if row is not None:
                 seconds = max(1e-9, self._agenda.now - row.at)
                 row.result = Watched(
+                    ended_s=self._agenda.now,
                     makespan_s=seconds,
                     predicted_s=row.predicted_s,
                     shape=row.shape,

@@ -149,8 +149,11 @@ class SimWorker:
             return
         output = core.schedule(now)
         if not output.requests:
-            core.finish(output, StepResult(sampled={}), now)
-            self._watch()
+            updates = core.finish(output, StepResult(sampled={}), now)
+            if updates:  # requests that are given back
+                self._listener.stepped(self, output, price(output, self.costs), updates)
+            if self._run is None:
+                self._watch()
             return
         cost = price(output, self.costs)
         end = self._agenda.after(cost.seconds + self._owed, self._end)

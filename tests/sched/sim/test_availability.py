@@ -15,13 +15,13 @@ from pearl.sched.sim.availability import (
     TraceStatistics,
     draw_trace,
     external_gpus,
-    mean_gpus,
     read_trace,
     segment_gpus,
     statistics,
     steady,
     window,
 )
+from pearl.sched.sim.plans import Availability
 
 HOUR = 3600.0
 TEXT = "0,add,a\n0,add,b\n60000,add,c\n120000,remove,a\n240000,add,d\n300000,remove,c\n"
@@ -32,6 +32,11 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "trace.csv"
     path.write_text(TEXT)
     return path
+
+
+def mean_gpus(availability: Availability, length_s: float) -> float:
+    """GPUs that are there, on average over `length_s`."""
+    return sum(sign * len(gpus) * max(0.0, length_s - at_s) for at_s, sign, gpus in availability.events) / length_s
 
 
 def test_a_trace_is_read_with_its_statistics(file: Path) -> None:

@@ -131,7 +131,10 @@ class Live:
         rng = random.Random(f"{request.token_ids[0]}" if not ids else f"{request.request_id}")
         ids += [rng.randrange(VOCAB) for _ in range(request.num_prompt_tokens - len(ids))]
         params = SamplingParams(temperature=20.0, seed=int(session), max_tokens=request.max_tokens, ignore_eos=True)
-        engine.add_request(ids, params, request_id=request.request_id, session_id=session)
+        engine.add_request(
+            ids, params, request_id=request.request_id, session_id=session, cache_salt=request.cache_salt,
+            most_computed=request.most_computed,
+        )  # fmt: skip
 
     def hand_over(self, engine: Engine, transfer_id: str) -> None:
         """The offer that has arrived in the simulation, by the request's place in the books."""
@@ -149,8 +152,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hf_models.save(model, tmp_path_factory.mktemp("dense"))
 
 
-@pytest.mark.parametrize(("mode", "seed"), [("mixed", 0), ("split", 3)])
-def test_live_engines_decide_as_simulated_ones(folder: Path, monkeypatch: pytest.MonkeyPatch, mode: str, seed: int) -> None:
+@pytest.mark.parametrize(("mode", "seed", "missed"), [("mixed", 0, 0.0), ("split", 3, 0.0), ("split", 3, 0.4)])
+def test_live_engines_decide_as_simulated_ones(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, mode: str, seed: int, missed: float
+) -> None:
+    """Also what decode workers give back of turns whose prefix is `missed`, and who goes on with that."""
     num_blocks = 60 if mode == "mixed" else 400  # who hands over has room: it is taken earlier than KV comes, but not live
     trace, names = Trace(), dict[str, str]()
     trace.watch(monkeypatch)
@@ -162,6 +168,7 @@ def test_live_engines_decide_as_simulated_ones(folder: Path, monkeypatch: pytest
         hardware=Hardware(training_gpus=2, reserved_workers=2, tp=1),
         scheduler=SchedulerSettings(pd=pd, borrow=BorrowSettings(workers="none"), tail_share=0.0),
         max_steps=1,
+        miss_share=missed,
     )
     simulation = Simulation(settings, sim_jobs.plans(seed, turns=5, longest=200, tokens=30))
     offered = simulation.dispatcher.offered
@@ -174,7 +181,7 @@ def test_live_engines_decide_as_simulated_ones(folder: Path, monkeypatch: pytest
     result = simulation.run()
     monkeypatch.undo()
     assert result.counts["turns"] > 12 and result.counts["outputs"] < 0.7 * result.counts["steps"]
-    assert (len(names) > 3) == (mode == "split")
+    assert (len(names) > 3) == (mode == "split") and (result.counts.get("returned", 0) > 2) == (missed > 0)
 
     live = Live(folder, num_blocks)
     live.names = names

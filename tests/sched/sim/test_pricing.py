@@ -47,6 +47,22 @@ def test_several_chunks_share_a_base() -> None:
     assert both.prefix == pytest.approx(300 * 700 / 800)
 
 
+def test_a_prompt_in_pieces_pays_once_for_being_one() -> None:
+    """Three pieces of 200 tokens pay a start and a step's host time each, and what a prompt costs once; so do two prompts
+    of which one has more to come."""
+    costs = replace(DENSE, prefill=replace(DENSE.prefill, per_prompt_s=0.1))
+    starts = (0, 200, 400)
+
+    def entry(start: int, name: str = "r") -> ScheduledRequest:
+        return ScheduledRequest(request_id=name, start=start, num_tokens=200, samples=start == starts[-1])
+
+    pieces = [price(SchedulerOutput(step=0, requests=(entry(start),)), costs).seconds for start in starts]
+    every_step = DENSE.prefill.base_s + costs.step_overhead_s
+    assert sum(pieces) == pytest.approx(float(costs.prefill_s(600, 0)) + 2 * every_step)
+    both = price(SchedulerOutput(step=0, requests=(entry(400), entry(0, "other"))), costs)
+    assert both.seconds == pytest.approx(pieces[0] + pieces[2] - every_step)
+
+
 @pytest.mark.parametrize(("mixing", "share"), [(1.0, 1.0), (0.25, 0.25), (0.0, 0.0)])
 def test_mixed_batches_both_ways(mixing: float, share: float) -> None:
     costs = replace(DENSE, mixing=mixing, eager=1.0)

@@ -12,8 +12,10 @@ from sim_jobs import external, plans, run_checked, settings
 
 from pearl.engine.steady import SteadyCore
 from pearl.sched.cost_profile import HandOverCost
+from pearl.sched.events import TrainingBegins, TrainingFinished
 from pearl.sched.router import Router
 from pearl.sched.settings import BorrowSettings, ExpandSettings, PdSettings, SchedulerSettings
+from pearl.sched.sim.dispatch import Dispatcher
 from pearl.sched.sim.plans import Faults
 from pearl.sched.sim.results import SimResult
 from pearl.sched.sim.simulator import Simulation
@@ -102,6 +104,31 @@ def test_an_offer_that_lapsed_is_not_taken_for_the_next_turns() -> None:
     simulation.agenda.after(10.0, rest)
     run_checked(simulation)
     assert simulation.dispatcher.counts["transfers"] > 50 and simulation.result().counts["tokens_lost"] == 0
+
+
+def test_appends_whose_prefix_is_lost_are_given_back_and_computed_by_who_computes_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half of the turns find nothing. Those that are placed where their KV should be come back once each, so that no decode
+    worker computes more than an append and a block for a turn's first request; nothing is lost, and all of it is trained."""
+    split = scheduler(mode="split", ratio="1:1", append_on_decode="60")
+    pieces: dict[tuple[str, str], int] = {}
+    stepped = Dispatcher.stepped
+
+    def watch(self: Dispatcher, worker: Any, output: Any, *rest: Any) -> None:
+        for entry in output.requests:
+            if worker.role == "decode" and entry.num_tokens > 1 and not entry.request_id.endswith(".1"):  # before the split
+                key = worker.name, entry.request_id
+                pieces[key] = pieces.get(key, 0) + entry.num_tokens
+        stepped(self, worker, output, *rest)
+
+    monkeypatch.setattr(Dispatcher, "stepped", watch)
+    hardware, costs = replace(settings().hardware, reserved_workers=4), replace(sim_jobs.SMALL, kv_capacity_tokens=20_000)
+    result = run(scheduler=split, miss_share=0.5, hardware=hardware, costs=costs)
+    counts = result.counts
+    assert 10 < counts["returned"] <= counts["turns"] and not counts["preemptions"]
+    assert counts["tokens_lost"] == 0 and counts["taken"] == 24
+    assert 0 < max(pieces.values()) <= 60 + 16
 
 
 def test_equal_inputs_give_equal_results() -> None:
@@ -205,3 +232,24 @@ def test_no_fault_breaks_the_books(seed: int) -> None:
 def test_no_fault_breaks_the_books_for_long(seed: int) -> None:
     result = fault_run(seed)
     assert len(result.steps) == 4 and result.counts["tokens_lost"] == 0
+
+
+def test_a_trainer_is_not_told_to_idle_when_the_next_batch_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With slots, many trajectories and a slow trainer batches are complete before they can be trained; with a fast one none
+    is. Either way no training begins that was not over, and nothing that is told comes too late to mean anything."""
+    for seconds, waits in ((0.2, True), (1e-4, False)):
+        simulation = Simulation(settings(semantics="slots", train_s_per_token=seconds, max_steps=4), plans(3), external())
+        told: list[Any] = []
+        heard = simulation.scheduler.on_event
+
+        def hear(event: Any, now: float, heard: Any = heard, told: list[Any] = told) -> Any:
+            told += [event] if isinstance(event, TrainingBegins | TrainingFinished) else []
+            return heard(event, now)
+
+        monkeypatch.setattr(simulation.scheduler, "on_event", hear)
+        run_checked(simulation)
+        begun = [event.step for event in told if isinstance(event, TrainingBegins)]
+        over = [event.step for event in told if isinstance(event, TrainingFinished)]
+        assert begun == [1, 2, 3, 4] and (over == [4] if waits else over == [1, 2, 3, 4])
+        assert [event.step for event in told] == sorted(event.step for event in told)
+        assert not simulation.scheduler.state.dropped["doubled"]
