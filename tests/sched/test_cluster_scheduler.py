@@ -464,6 +464,27 @@ def test_predictions_are_compared_with_what_was_measured() -> None:
     assert driver.scheduler.prediction.makespan_s == pytest.approx(truth, rel=0.01), "and corrected by it"
 
 
+def test_a_batch_that_happens_to_be_shorter_says_nothing_of_the_costs() -> None:
+    """Its time is compared with what such a batch takes; the record has what was predicted of a mean one."""
+    driver = Driver(SchedulerSettings(pd=PdSettings(mode="mixed")))
+    driver.start(4)
+    driver.send(NOTHING)
+    driver.send(Tick())
+    scheduler = driver.scheduler
+    expected, mean = scheduler.prediction, scheduler.profile.workload(64)
+    for share in (0.5, 1.5, 0.4):
+        telemetry = StepTelemetry(trajectories=64, turns=share * mean.turns, generated=share * mean.generated)
+        truth = scheduler.adviser().hindsight(telemetry).predict(expected.shape).makespan_s
+        driver.now += truth
+        driver.send(StepMeasured(telemetry=telemetry, makespan_s=truth))
+        driver.send(Tick())
+    assert scheduler.profile.calibration[False].value == pytest.approx(1.0, rel=1e-6)
+    ratios = [residual.ratio for residual in scheduler.log.take_residuals()]
+    assert min(ratios) < 0.5 and max(ratios) > 1.5
+    absurd = StepTelemetry(trajectories=64, turns=-1.0, generated=math.nan, turn_quantiles=(3.0, 1.0))
+    assert scheduler.adviser().hindsight(absurd).workload == scheduler.profile.workload(scheduler.batch)
+
+
 @pytest.mark.parametrize("paper", [False, True])
 def test_a_job_that_changes_in_each_batch_is_compared_with_its_predictions_too(paper: bool) -> None:
     """Half of each batch with four workers and half with eight, as predicted, and all of it 1.3 times slower than that: the
