@@ -115,7 +115,7 @@ def main() -> int:
     options.add_argument("--steps", type=int, default=2)
     options.add_argument("--slowdown", type=float, default=4.0, help="of everything, so that few cores can follow")
     options.add_argument("--report", type=float, help="rollout.report_s; not its default")
-    options.add_argument("--json", action="store_true")
+    options.add_argument("--json", action="store_true", help="one JSON object on the last line")
     result = measure(given := options.parse_args())
     print(table(result))
     if given.json:
