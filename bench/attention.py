@@ -192,7 +192,9 @@ def verdict(results: list[Result], threads: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="end with one JSON line")
     parser.add_argument("--threads", type=int, default=1, help="of both sides (default 1)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default 5)")

@@ -60,7 +60,9 @@ def play(rounds: int, folder: Path, kind: list[str]) -> tuple[list[dict], list[d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.borrowing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=100, help="of the lending job, half as many of the other (default 100)")
     parser.add_argument("--json", action="store_true", help="end with one JSON line")
     arguments = parser.parse_args()

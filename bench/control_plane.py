@@ -110,7 +110,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options = argparse.ArgumentParser(prog="python -m bench.control_plane", description=(__doc__ or "").splitlines()[0])
     options.add_argument("--turns", type=int, default=10)
     options.add_argument("--steps", type=int, default=2)
     options.add_argument("--slowdown", type=float, default=4.0, help="of everything, so that few cores can follow")

@@ -206,7 +206,7 @@ def measure(name: str, slowdown: float, steps: int, jobs: int) -> dict[str, Any]
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options = argparse.ArgumentParser(prog="python -m bench.elastic", description=(__doc__ or "").splitlines()[0])
     options.add_argument("--loads", default=",".join(LOADS))
     options.add_argument("--steps", type=int, default=8)
     options.add_argument("--slowdown", type=float, default=3.0, help="of everything, so that few cores can follow")

@@ -176,7 +176,7 @@ def compare(options: argparse.Namespace) -> Comparison:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     parser.add_argument("--model", required=True, help="a Hugging Face folder")
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp32"])

@@ -302,7 +302,9 @@ def cases(only: str = "") -> Iterator[Case]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kill_matrix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", metavar="VICTIM:SIGNAL:PHASE")
     parser.add_argument("--jobs", type=int, default=1, help="jobs at a time")
     parser.add_argument("--seed", type=int, default=0, help="chooses the moments inside the phases")

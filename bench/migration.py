@@ -249,7 +249,9 @@ def verdict(results: dict[str, dict[str, float]]) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.migration", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="end with one JSON line")
     parser.add_argument("--rounds", type=int, default=30, help="measured rounds (default 30)")
     parser.add_argument("--send", help=argparse.SUPPRESS)

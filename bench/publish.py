@@ -193,7 +193,7 @@ def row(case: Case, results: list[dict[str, list[float]]]) -> dict[str, float | 
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    arguments = argparse.ArgumentParser(prog="python -m bench.publish", description=__doc__.splitlines()[0], allow_abbrev=False)
     arguments.add_argument("--json", action="store_true", help="one JSON object on the last line")
     arguments.add_argument("--rounds", type=int, default=9)
     options = arguments.parse_args()

@@ -150,7 +150,9 @@ class Pipe:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.read_along", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="end with one JSON line")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds (default 7)")
     parser.add_argument("--kernels", default="auto", help="as EngineConfig's (default auto)")

@@ -283,7 +283,7 @@ def ratio(times: dict[str, list[float]], first: str, second: str) -> float:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    arguments = argparse.ArgumentParser(prog="python -m bench.reshard", description=__doc__.splitlines()[0], allow_abbrev=False)
     arguments.add_argument("--json", action="store_true", help="one JSON object on the last line")
     arguments.add_argument("--rounds", type=int, default=9)
     options = arguments.parse_args()

@@ -97,7 +97,7 @@ def table(result: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.rl", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default=os.environ.get("PEARL_SMOLLM2", "models/SmolLM2-135M-Instruct"))
     parser.add_argument("--trl", metavar="PYTHON", help="the Python of an environment that has TRL")
     parser.add_argument("--threads", type=int, default=2)

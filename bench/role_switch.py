@@ -162,7 +162,9 @@ def median(loads: list[Load]) -> Load:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    arguments = argparse.ArgumentParser(
+        prog="python -m bench.role_switch", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     arguments.add_argument("--json", action="store_true", help="one JSON object on the last line")
     arguments.add_argument("--rounds", type=int, default=5)
     options = arguments.parse_args()
