@@ -165,7 +165,7 @@ def train_on_the_docs_environment(folder, *extra):
     """The command of docs/environments.md on its environment, in `folder`; the rows of metrics.jsonl."""
     text = (ROOT / "docs" / "environments.md").read_text()
     (folder / "next_number.py").write_text(text.split("```python\n")[1].split("```")[0])
-    command = next(line for line in text.splitlines() if line.strip().startswith(".venv/bin/pearl"))
+    command = next(line for line in text.splitlines() if line.strip().startswith("pearl run"))
     output = ["--set", f"output_dir={folder / 'runs'}"]
     result = subprocess.run(
         [sys.executable, "-m", "pearl", *command.split()[1:], *output, *extra],
