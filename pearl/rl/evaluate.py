@@ -276,7 +276,7 @@ def table(name: str, env: EnvOptions, seeds: range, numbers: dict[str, Any]) -> 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; the exit code."""
-    parser = argparse.ArgumentParser(prog="pearl.rl.evaluate", allow_abbrev=False, description="Evaluate a policy.")
+    parser = argparse.ArgumentParser(prog="python -m pearl.rl.evaluate", allow_abbrev=False, description="Evaluate a policy.")
     parser.add_argument("policy", help="a run folder, one of its checkpoints, or a Hugging Face folder")
     parser.add_argument("env", nargs="?", help="environment (default: the run's); with its options by --set env.options.NAME=")
     parser.add_argument("--episodes", type=int, default=64)
