@@ -61,6 +61,12 @@ def test_every_metric_is_documented(finished):
     assert [key for key in rows[0] if f"`{key}`" not in documented] == []
 
 
+def test_every_file_of_a_run_is_documented(finished):
+    documented = (ROOT / "docs" / "run_folder.md").read_text()
+    found = [*finished[1].iterdir(), *(finished[1] / "logs").iterdir()]
+    assert [path.name for path in found if f"`{path.name}" not in documented] == []
+
+
 def test_the_saved_policy_is_the_one_transformers_reads(finished):
     import torch
     from transformers import AutoModelForCausalLM
