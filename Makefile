@@ -19,6 +19,7 @@ PIP = $(VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-ch
 STAMP = $(VENV)/.made
 TORCH_STAMP = $(STAMP)-$(subst =,_,$(TORCH))
 NATIVE = setup.py $(shell find csrc -type f)
+COMPILING = $(words $(filter %.cpp,$(NATIVE))) C++ files; 1 to 6 minutes on two cores, as busy as they are
 # One thread per process: several processes with several threads each on few cores are many times slower.
 THREADS = OMP_NUM_THREADS=1
 
@@ -29,18 +30,19 @@ setup: $(STAMP)-native
 	@echo "setup: ready in $(VENV)"
 
 $(STAMP)-venv:
-	@echo "setup: making a virtual environment in $(VENV)"
+	@echo "setup: 3 steps the first time, each silent until it is done: a virtual environment, torch, then the rest and pearl._C"
+	@echo "setup: 1 of 3, making a virtual environment in $(VENV) (seconds)"
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"Python {sys.version.split()[0]} is too old: 3.11 or later, e.g. make setup PYTHON=python3.12")'
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
 $(TORCH_STAMP): $(STAMP)-venv
-	@echo "setup: installing $(TORCH) (a minute or so, more with CUDA)"
+	@echo "setup: 2 of 3, installing $(TORCH) (a minute or so, more with CUDA)"
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)" numpy
 	@rm -f $(STAMP)-torch* $(STAMP)-depends && touch $@
 
 $(STAMP)-depends: $(TORCH_STAMP) pyproject.toml
-	@echo "setup: installing what pyproject.toml asks for, and building pearl._C (a few minutes)"
+	@echo "setup: 3 of 3, installing what pyproject.toml asks for and compiling pearl._C ($(COMPILING))"
 	@$(PIP) "setuptools>=77" wheel "pybind11>=2.13" ninja
 	@$(PIP) --no-build-isolation --editable ".[dev]"
 	@touch $@ && touch $(STAMP)-native
@@ -48,7 +50,7 @@ $(STAMP)-depends: $(TORCH_STAMP) pyproject.toml
 # Installing what pyproject.toml asks for has built pearl._C already; if only its sources are newer, it is built alone.
 $(STAMP)-native: $(STAMP)-depends $(NATIVE)
 	@if [ ! -e $@ ] || [ -n "$$(find $^ -newer $@)" ]; then \
-		echo "setup: building pearl._C" && $(PIP) --no-build-isolation --no-deps --editable .; \
+		echo "setup: its sources have changed, compiling pearl._C ($(COMPILING))" && $(PIP) --no-build-isolation --no-deps --editable .; \
 	fi
 	@$(VENV)/bin/python -c 'from pearl.engine.migration.blocks import backend; print("setup: KV blocks are moved by", backend())'
 	@touch $@

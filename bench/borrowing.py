@@ -1,10 +1,10 @@
-"""Claim: training ranks that serve while nothing is trained are back before the trainer's deadline every time, in 100 of 100
-rounds of borrow, rollout under load, return, update.
+"""Claim: training ranks that serve while nothing is trained are back before the trainer's deadline every time.
 
-A whole job of two ranks: one trains, and lends itself in every step (`borrow.workers=all`, steps in order). A return counts
-from the trainer's wish until the rank has answered; its deadline is what the scheduler would allow for it ahead of a known end:
-`borrow.return_margin` times the time it expected, and `return_extra_s`. `value` is the share of returns in time. Also printed:
-seconds of borrowing and returning, of the trainer's updates after returns, and how the trainer's memory grew over the run.
+In 100 of 100 rounds of borrow, rollout under load, return, update. A whole job of two ranks: one trains, and lends itself in
+every step (`borrow.workers=all`, steps in order). A return counts from the trainer's wish until the rank has answered; its
+deadline is what the scheduler would allow for it ahead of a known end: `borrow.return_margin` times the time it expected, and
+`return_extra_s`. `value` is the share of returns in time. Also printed: seconds of borrowing and returning, of the trainer's
+updates after returns, and how the trainer's memory grew over the run.
 
 A second job lends nothing. `train_ratio` is the median time of an update after lending over that of one without (target: at
 most 1.05): a rank is wholly back before its update begins, so that nothing of an update waits for a return.
@@ -60,9 +60,11 @@ def play(rounds: int, folder: Path, kind: list[str]) -> tuple[list[dict], list[d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--json", action="store_true")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.borrowing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=100, help="of the lending job, half as many of the other (default 100)")
+    parser.add_argument("--json", action="store_true", help="end with one JSON line")
     arguments = parser.parse_args()
     settings = BorrowSettings()
     with tempfile.TemporaryDirectory() as folder:

@@ -72,7 +72,9 @@ def choices() -> list[tuple[int, str, str, str]]:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    arguments = argparse.ArgumentParser(
+        prog="python -m bench.cluster_scheduler", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     arguments.add_argument("--json", action="store_true", help="one JSON object on the last line")
     arguments.add_argument("--rounds", type=int, default=3)
     options = arguments.parse_args()

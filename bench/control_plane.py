@@ -145,13 +145,13 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options = argparse.ArgumentParser(prog="python -m bench.control_plane", description=(__doc__ or "").splitlines()[0])
     options.add_argument("--load", choices=LOADS, default="published")
     options.add_argument("--turns", type=int, default=10, help="of a trajectory on average, where the load is full")
     options.add_argument("--steps", type=int, default=2)
     options.add_argument("--slowdown", type=float, default=1.0, help="of everything, if few cores cannot follow")
     options.add_argument("--report", type=float, help="rollout.report_s; not its default")
-    options.add_argument("--json", action="store_true")
+    options.add_argument("--json", action="store_true", help="one JSON object on the last line")
     result = measure(given := options.parse_args())
     print(table(result))
     if given.json:

@@ -206,12 +206,12 @@ def measure(name: str, slowdown: float, steps: int, jobs: int) -> dict[str, Any]
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options = argparse.ArgumentParser(prog="python -m bench.elastic", description=(__doc__ or "").splitlines()[0])
     options.add_argument("--loads", default=",".join(LOADS))
     options.add_argument("--steps", type=int, default=8)
     options.add_argument("--slowdown", type=float, default=3.0, help="of everything, so that few cores can follow")
     options.add_argument("--jobs", type=int, default=3, help="jobs at a time; more need more slowdown")
-    options.add_argument("--json", action="store_true")
+    options.add_argument("--json", action="store_true", help="one JSON object on the last line")
     given = options.parse_args()
     found = {name: measure(name, given.slowdown, given.steps, given.jobs) for name in given.loads.split(",")}
     value = min(one["second_half"] for one in found.values())

@@ -135,10 +135,10 @@ def growth(samples: list[int]) -> float:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options = argparse.ArgumentParser(prog="python -m bench.elastic_soak", description=(__doc__ or "").splitlines()[0])
     options.add_argument("--minutes", type=float, default=20.0)
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--json", action="store_true")
+    options.add_argument("--json", action="store_true", help="one JSON object on the last line")
     given = options.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -1,11 +1,11 @@
-"""Claim: on a CPU the engine serves four workloads (a batch that decodes, long prompts, conversations, one request) at least as
-fast as whatever else serves them there: vLLM, OpenVINO GenAI, llama.cpp, transformers.
+"""Claim: on a CPU the engine serves four workloads at least as fast as whatever else serves them there.
 
-Every side is a process of its own (`bench/peers/`) that keeps its model loaded; they take turns on the same token ids, in an
-order that turns with every round, and medians are compared: processor seconds on one thread (a busy machine hardly changes
-them), wall seconds on more. `value` is the least of (fastest peer's seconds / ours) over the workloads; which peers took part
-is in the result. Beside: the machine's limits, measured in the same run, and how long each workload would take at them;
-the targets for SmolLM2-135M in bf16. `--profile` shows where our steps' time goes.
+A batch that decodes, long prompts, conversations, one request; beside vLLM, OpenVINO GenAI, llama.cpp and transformers. Every
+side is a process of its own (`bench/peers/`) that keeps its model loaded; they take turns on the same token ids, in an order
+that turns with every round, and medians are compared: processor seconds on one thread (a busy machine hardly changes them),
+wall seconds on more. `value` is the least of (fastest peer's seconds / ours) over the workloads; which peers took part is in
+the result. Beside: the machine's limits, measured in the same run, and how long each workload would take at them; the targets
+for SmolLM2-135M in bf16. `--profile` shows where our steps' time goes.
 
     python -m bench.engine --model FOLDER --peer vllm=VENV/bin/python --peer openvino=VENV/bin/python --peer llama=BUILD
 """
@@ -176,7 +176,7 @@ def compare(options: argparse.Namespace) -> Comparison:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     parser.add_argument("--model", required=True, help="a Hugging Face folder")
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp32"])

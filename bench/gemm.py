@@ -1,10 +1,11 @@
-"""Claim: on one thread of a CPU, a product with a packed weight that is in no cache takes, at any number of rows from 1 to 256,
-at most 1 / 0.75 of the time that this machine's memory or its multiply-adds need for it, and no longer than torch's F.linear.
+"""Claim: on one thread of a CPU a product with a packed weight is near the limits of the machine, and no slower than torch's.
 
-The products are those of a layer of SmolLM2-135M (qkv, o, gate and up, down), each in as many copies of the weight as it takes
-that no cache holds them. Both sides run one after the other in every round, a few milliseconds each, so that a busy machine
-rarely interrupts one; the best rounds are compared, in processor time on one thread, in wall time on more. The limits are
-measured before and after (machine_limits.c), the better one counts. `value` is the least of (time at the limit / ours).
+With a weight that is in no cache it takes, at any number of rows from 1 to 256, at most 1 / 0.75 of the time that this
+machine's memory or its multiply-adds need for it, and no longer than torch's F.linear. The products are those of a layer of
+SmolLM2-135M (qkv, o, gate and up, down), each in as many copies of the weight as it takes that no cache holds them. Both sides
+run one after the other in every round, a few milliseconds each, so that a busy machine rarely interrupts one; the best rounds
+are compared, in processor time on one thread, in wall time on more. The limits are measured before and after
+(machine_limits.c), the better one counts. `value` is the least of (time at the limit / ours).
 
 `--hog`: instead, the wall time of one layer after another on one thread and on two, interleaved, while another process keeps a
 core busy. Claim: two threads take at most 1.15 of one.
@@ -164,7 +165,9 @@ def beside_a_hog(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gemm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)

@@ -1,9 +1,9 @@
-"""Claim: whichever process of a job is killed, stopped or asked to end, in whichever phase, the job ends within 15 s (30 s
-after a stop), says why once, leaves nothing behind, and goes on from its last whole checkpoint when resumed.
+"""Claim: whichever process of a job is killed, stopped or asked to end, in whichever phase, the job ends in order and in time.
 
-Two ranks train a small quickstart (`bench/marked_rank.py` says what they are doing). The signal comes at a random moment
-inside the phase. A job whose launcher is stopped goes on to its end instead. `value` is the number of cases that did not
-behave, `worst_s` the longest time to the end. `--only VICTIM:SIGNAL:PHASE` (any part may be empty) runs a part.
+It ends within 15 s (30 s after a stop), says why once, leaves nothing behind, and goes on from its last whole checkpoint when
+resumed. Two ranks train a small quickstart (`bench/marked_rank.py` says what they are doing). The signal comes at a random
+moment inside the phase. A job whose launcher is stopped goes on to its end instead. `value` is the number of cases that did
+not behave, `worst_s` the longest time to the end. `--only VICTIM:SIGNAL:PHASE` (any part may be empty) runs a part.
 """
 
 from __future__ import annotations
@@ -302,7 +302,9 @@ def cases(only: str = "") -> Iterator[Case]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kill_matrix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", metavar="VICTIM:SIGNAL:PHASE")
     parser.add_argument("--jobs", type=int, default=1, help="jobs at a time")
     parser.add_argument("--seed", type=int, default=0, help="chooses the moments inside the phases")

@@ -1,12 +1,12 @@
-"""Claim: publishing a model's weights from one rank to two serving ranks of a machine is at least 0.70 times as fast as a bare
-gloo broadcast of the same bytes.
+"""Claim: publishing weights to two serving ranks of a machine is at least 0.70 times as fast as a bare broadcast of them.
 
-Three processes on this machine, one thread each. In every round the bare broadcast (one message, memory already there) and the
-publication (begin to all engines having committed: conversion, finiteness, checksums, staging, the copy in place), polled as
-an idle rank does, run one after the other; medians are compared. Within a machine a publication goes through shared memory
-(`publish`); `gloo` is what it takes over the network, as between machines. `value` is the bare time over the publication's,
-the worst of all cases. `commit` is how long a running request is held up, `memcpy` what a plain copy of as many warm bytes
-takes there; `load` is the machine's load average, since everything here competes for the processors.
+The broadcast is gloo's, of the same bytes. Three processes on this machine, one thread each. In every round the bare broadcast
+(one message, memory already there) and the publication (begin to all engines having committed: conversion, finiteness,
+checksums, staging, the copy in place), polled as an idle rank does, run one after the other; medians are compared. Within a
+machine a publication goes through shared memory (`publish`); `gloo` is what it takes over the network, as between machines.
+`value` is the bare time over the publication's, the worst of all cases. `commit` is how long a running request is held up,
+`memcpy` what a plain copy of as many warm bytes takes there; `load` is the machine's load average, since everything here
+competes for the processors.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def row(case: Case, results: list[dict[str, list[float]]]) -> dict[str, float | 
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    arguments = argparse.ArgumentParser(prog="python -m bench.publish", description=__doc__.splitlines()[0], allow_abbrev=False)
     arguments.add_argument("--json", action="store_true", help="one JSON object on the last line")
     arguments.add_argument("--rounds", type=int, default=9)
     options = arguments.parse_args()

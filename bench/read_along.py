@@ -1,10 +1,10 @@
-"""Claim: a prompt of 2,048 tokens that is computed in chunks of 256 can be decoded in another process in at most a third of the
-time after its first token, if its KV is read along while it is computed, of the time that it takes otherwise.
+"""Claim: a prompt whose KV is read along while it is computed can be decoded elsewhere in a third of the time or less.
 
-Two engines in two processes of one machine, one thread each; sides take turns, medians are compared. The time is from when the
-step with the first token is through to when the request runs in the receiver: the message with the request, and what is left
-of the 48 MiB of KV. Reading along costs the receiver what it copies and the sender nothing but the bandwidth: how long prompts
-take is shown for both.
+The time from the first token of a prompt of 2,048 tokens, computed in chunks of 256, against the same time if nothing is copied
+before that. Two engines in two processes of one machine, one thread each; sides take turns, medians are compared. It runs from
+when the step with the first token is through to when the request runs in the receiver: the message with the request, and what
+is left of the 48 MiB of KV. Reading along costs the receiver what it copies and the sender nothing but the bandwidth: how long
+prompts take is shown for both.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ class Pipe:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.read_along", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="end with one JSON line")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds (default 7)")
     parser.add_argument("--kernels", default="auto", help="as EngineConfig's (default auto)")

@@ -97,13 +97,13 @@ def table(result: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="An RL step on a small model, beside TRL's.")
+    parser = argparse.ArgumentParser(prog="python -m bench.rl", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default=os.environ.get("PEARL_SMOLLM2", "models/SmolLM2-135M-Instruct"))
     parser.add_argument("--trl", metavar="PYTHON", help="the Python of an environment that has TRL")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--busy", action="store_true", help="compare processor seconds: other programs run here")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args()
     result = measure(options)
     print(table(result))

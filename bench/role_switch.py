@@ -1,12 +1,12 @@
-"""Claim: a worker changes its role in less than 1 ms when idle, and under load works in its new role within two steps plus the
-transfers of the requests that it hands over.
+"""Claim: a worker changes its role in less than 1 ms when idle, and under load within two steps and what it hands over.
 
-Two engines in this process, one thread each, random weights. Idle: `switch_role` alone, all changes of role in turn. Under
-load: 16 requests are decoded on the first engine and prompts wait there; it becomes `prefill`, and what it decoded goes to the
-second, until a waiting prompt has its first token. Then, with other engines, the first becomes `decode`, and the second's
-finished prompts come to it, until each has its next token. `steps` are the first engine's from the call to that; `of bound` is
-the time that took over that of the switch, the transfers and two steps. Of several rounds the one of median time is shown;
-`value` is the worst idle switch in ms.
+Under load it works in its new role within two steps plus the transfers of the requests that it hands over. Two engines in this
+process, one thread each, random weights. Idle: `switch_role` alone, all changes of role in turn. Under load: 16 requests are
+decoded on the first engine and prompts wait there; it becomes `prefill`, and what it decoded goes to the second, until a
+waiting prompt has its first token. Then, with other engines, the first becomes `decode`, and the second's finished prompts
+come to it, until each has its next token. `steps` are the first engine's from the call to that; `of bound` is the time that
+took over that of the switch, the transfers and two steps. Of several rounds the one of median time is shown; `value` is the
+worst idle switch in ms.
 """
 
 from __future__ import annotations
@@ -162,7 +162,9 @@ def median(loads: list[Load]) -> Load:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    arguments = argparse.ArgumentParser(
+        prog="python -m bench.role_switch", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     arguments.add_argument("--json", action="store_true", help="one JSON object on the last line")
     arguments.add_argument("--rounds", type=int, default=5)
     options = arguments.parse_args()

@@ -113,7 +113,9 @@ def _profile(bench: Bench) -> None:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    arguments = argparse.ArgumentParser(
+        prog="python -m bench.scheduler", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     arguments.add_argument("--json", action="store_true", help="one JSON object on the last line")
     arguments.add_argument("--running", type=int, default=256)
     arguments.add_argument("--steps", type=int, default=100)

@@ -305,7 +305,9 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; 2 for options with which nothing can be compared."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.sim", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("sections", nargs="*", default=["ratios", "segments"], help=f"of {', '.join(SECTIONS)}")
     parser.add_argument("--trace-dir", type=Path, help="folder of recorded traces; drawn ones without it")
     parser.add_argument("--preset", default="qwen3-8b-h800", choices=list(PRESETS))

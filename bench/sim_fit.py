@@ -153,7 +153,7 @@ def search(draws: int, seed: int, seeds: tuple[int, ...]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.sim_fit", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--draws", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=3, help="of the trajectories, for each figure")

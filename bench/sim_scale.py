@@ -55,7 +55,9 @@ def router_us(workers: int) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.sim_scale", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     parser.add_argument("--workers", type=int, nargs="+", default=[16, 128, 512, 2048])
     parser.add_argument("--simulate", type=int, default=16, help="largest number of workers of which a step is simulated")

@@ -41,7 +41,9 @@ def simulation_of(gpus: int, minutes: float, block_size: int) -> Simulation:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.sim_speed", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     parser.add_argument("--gpus", type=int, default=SEGMENT_GPUS)
     parser.add_argument("--minutes", type=float, default=120.0)

@@ -215,9 +215,7 @@ def simulated(roles: list[Role], plans: list[TrajectoryPlan], costs: CostProfile
             expand=ExpandSettings(external="never"),
             tail_share=0.0,
         ),
-        engine=EngineSizes(
-            block_size=BLOCK_SIZE, max_num_seqs=SEQUENCES, max_batch_tokens=STEP_TOKENS, max_model_len=LONGEST
-        ),
+        engine=EngineSizes(block_size=BLOCK_SIZE, max_num_seqs=SEQUENCES, max_batch_tokens=STEP_TOKENS, max_model_len=LONGEST),
         batch=len(plans),
         group=4,
         max_staleness=0,
@@ -228,7 +226,9 @@ def simulated(roles: list[Role], plans: list[TrajectoryPlan], costs: CostProfile
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.sim_validation", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--trajectories", type=int, default=64)

@@ -3,17 +3,18 @@
     python examples/elastic.py [--steps N] [--set KEY=VALUE ...]        (also: make demo-elastic)
 
 Training goes on through all of it, on the quickstart's task, and at the end the books are printed: what was dispatched, and
-what became of it; how many sampled tokens were lost. The exit code is 0 if nothing was.
+what became of it; how many sampled tokens were lost; what the cluster became, in the order of time. The exit code is 0 if
+nothing was lost. The run stays in runs/demo-elastic-<date>-<time>/.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -97,7 +98,7 @@ def conclude(demo: Demo) -> bool:
         f"in flight {last['in_flight']}"
     )
     print(f"tokens lost: {last['lost_tokens']} (late, of a worker that was given up: {last['late_tokens']})")
-    for row in demo.rows("transitions.jsonl"):
+    for row in sorted(demo.rows("transitions.jsonl"), key=lambda row: row["at"]):  # the file has them as they finished
         print(f"at {row['at']:6.1f} s  {row['kind']:8} {row['before']} -> {row['after']}  ({row['cause']})")
     left = demo.workers["external B"].returncode
     print(f"exit codes: job {demo.job.returncode}, external B {left}")
@@ -106,17 +107,17 @@ def conclude(demo: Demo) -> bool:
 
 def main() -> int:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--steps", type=int, default=30)
-    options.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    options.add_argument("--steps", type=int, default=30, help="of training (default 30)")
+    options.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting, as for pearl run")
     given = options.parse_args()
     wanted = ["elastic.listen=127.0.0.1:0", "expand.external=always", f"max_steps={given.steps}", *given.set]
-    with tempfile.TemporaryDirectory() as temporary:
-        demo = Demo(Path(temporary), [part for value in wanted for part in ("--set", value)])
-        try:
-            play(demo)
-            return 0 if conclude(demo) else 1
-        finally:
-            demo.close()
+    folder = Path("runs") / f"demo-elastic-{datetime.datetime.now():%Y%m%d-%H%M%S}"  # its own: the demo reads what is there
+    demo = Demo(folder, [part for value in wanted for part in ("--set", value)])
+    try:
+        play(demo)
+        return 0 if conclude(demo) else 1
+    finally:
+        demo.close()
 
 
 if __name__ == "__main__":

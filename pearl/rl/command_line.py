@@ -29,6 +29,20 @@ EXIT_USAGE = 2
 EXIT_BROKEN_PIPE = 141
 """As a shell reports a program that wrote to a pipe nobody reads (128 + SIGPIPE)."""
 
+PROGRAMS = {
+    "pearl.rl.evaluate RUN_OR_MODEL": "play episodes with a policy, on seeds that training never uses",
+    "pearl.rl.report RUN": "a run as one HTML page",
+    "pearl.metrics.plot RUN": "a run's curves as a picture",
+    "pearl.metrics.text RUN": "a run's episodes as text",
+    "pearl.rl.join ADDRESS": "serve a running job from outside",
+    "pearl.rl.envs.check ENVIRONMENT": "try an environment without a model",
+    "pearl.rl.measure_costs [MODEL]": "measure what serving costs here",
+    "pearl.sched.sim": "simulate a cluster in virtual time",
+    "pearl.engine.smollm2 FOLDER": "fetch a small pretrained model",
+    "pearl.engine.kernels.triton.report": "compile the GPU kernels, and say what came out",
+}
+"""What a user can start beside `pearl run`, each with `python -m`, and each with a `--help` of its own."""
+
 
 def parser(program: str) -> argparse.ArgumentParser:
     """The options of a job, the same for `pearl run` and for torchrun."""
@@ -78,8 +92,14 @@ def main(argv: list[str] | None = None) -> int:
     """What `pearl` does."""
     argv = sys.argv[1:] if argv is None else argv
     sys.path.insert(0, os.getcwd())  # users' environments, as `python -m` finds them
-    commands = argparse.ArgumentParser(prog="pearl", allow_abbrev=False, description=(__doc__ or "").splitlines()[0])
-    commands.add_argument("command", nargs="?", choices=["run"], help="run: train (see `pearl run --help`)")
+    commands = argparse.ArgumentParser(
+        prog="pearl",
+        allow_abbrev=False,
+        description="Trains language-model agents by reinforcement learning over many turns.",
+        epilog="\n".join(["started with python -m:", *(f"  {use:<36}  {what}" for use, what in PROGRAMS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands.add_argument("command", nargs="?", choices=["run"], help="run: train an agent (see `pearl run --help`)")
     commands.add_argument("--version", action="store_true", help="print the version and end")
     asked = commands.parse_args(argv[:1])
     if asked.version:

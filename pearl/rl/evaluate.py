@@ -35,7 +35,7 @@ from pearl.rl.checkpoint import is_stable
 from pearl.rl.checkpoint_folder import CheckpointFolder
 from pearl.rl.collector import Collector
 from pearl.rl.envs import registry as environments
-from pearl.rl.envs.base import example_of, system_prompt_of
+from pearl.rl.envs.base import example_of, system_prompt_of, tasks_of
 from pearl.rl.envs.pool import EnvironmentPool, EnvironmentPoolError
 from pearl.rl.rank import RankLoop
 from pearl.rl.rollout import Rollout
@@ -211,9 +211,15 @@ def _with_policy(config: Config, folder: Path) -> Config:
 
 
 def _introduction(env: EnvOptions) -> tuple[str, Sequence[str]]:
+    environment = _made(env)
+    return system_prompt_of(environment), example_of(environment)
+
+
+def _made(env: EnvOptions) -> Any:
+    """An environment that is only asked what it is."""
     environment = environments.make(env.name, **environments.constructor_options(env))
     getattr(environment, "close", lambda: None)()
-    return system_prompt_of(environment), example_of(environment)
+    return environment
 
 
 # --------------------------------------------------------------------------------------------------------- the table
@@ -243,16 +249,19 @@ def summary(trajectories: list[Trajectory], seconds: float) -> dict[str, Any]:
 
 
 def table(name: str, env: EnvOptions, seeds: range, numbers: dict[str, Any]) -> str:
-    """The same for people."""
+    """The same for people; where there are only so many tasks (`numbers["tasks"]`), none of them is new to the policy."""
 
     def shown(key: str, form: str) -> str:
         return "-" if numbers[key] is None else format(numbers[key], form)
 
     failed = f", {numbers['failed']} of them failed" if numbers["failed"] else ""
+    few = f"  tasks        {numbers['tasks']} in all, the same as in training: only seeds are held out"
+    tasks = [few] if numbers["tasks"] else []
     return "\n".join(
         [
             f"{name} on {env.name}, seeds {seeds.start} to {seeds.stop - 1}",
             f"  episodes     {numbers['episodes']}{failed}, in {numbers['seconds']:.1f} s",
+            *tasks,
             f"  success      {shown('success_rate', '.3f')} +- {shown('success_error', '.3f')}",
             f"  reward       {shown('reward_mean', '+.3f')}",
             f"  turns        {shown('turns_mean', '.1f')}",
@@ -267,7 +276,7 @@ def table(name: str, env: EnvOptions, seeds: range, numbers: dict[str, Any]) -> 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; the exit code."""
-    parser = argparse.ArgumentParser(prog="pearl.rl.evaluate", allow_abbrev=False, description="Evaluate a policy.")
+    parser = argparse.ArgumentParser(prog="python -m pearl.rl.evaluate", allow_abbrev=False, description="Evaluate a policy.")
     parser.add_argument("policy", help="a run folder, one of its checkpoints, or a Hugging Face folder")
     parser.add_argument("env", nargs="?", help="environment (default: the run's); with its options by --set env.options.NAME=")
     parser.add_argument("--episodes", type=int, default=64)
@@ -306,6 +315,7 @@ def _report(subject: Subject, given: argparse.Namespace) -> int:
     seeds = range(first, first + given.episodes)
     began = time.monotonic()
     numbers = summary(evaluate(config, seeds, given.temperature), time.monotonic() - began)
+    numbers["tasks"] = tasks_of(_made(config.env))
     if given.json:
         print(json.dumps({"policy": subject.name, "env": config.env.name, "first_seed": first} | numbers))
     else:

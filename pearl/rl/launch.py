@@ -344,6 +344,7 @@ class Launch:
             case Status():
                 self.view.status(message)
             case Stop():
+                self.view.close("")  # others may print from here on, right through a display that is still drawn
                 self._say(message.reason)
             case Notice():
                 self._say(message.text)

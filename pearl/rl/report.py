@@ -280,7 +280,9 @@ def _differing(section: Any, default: Any, prefix: str) -> Iterator[tuple[str, A
 
 def main(argv: list[str] | None = None) -> int:
     """The command; the exit code (2: there is nothing to report)."""
-    parser = argparse.ArgumentParser(prog="pearl.rl.report", allow_abbrev=False, description="Write a run's report.html.")
+    parser = argparse.ArgumentParser(
+        prog="python -m pearl.rl.report", allow_abbrev=False, description="Write a run's report.html."
+    )
     parser.add_argument("run", type=Path, help="a run folder")
     parser.add_argument("--output", type=Path, help="default: RUN/report.html")
     given = parser.parse_args(argv)

@@ -100,6 +100,9 @@ def _timeline(changes: list[Row]) -> str:
 
 def _note() -> str:
     return (
+        "<p class='legend'>Shapes count who serves: 2M two mixed workers, 1P3D one for prefill and three for decode. switch: "
+        "workers change their roles; borrow, give_back: training ranks serve for a while, and are called back; expand: "
+        "external workers build their engines, and do not serve yet; admit: they do; leave: one is told to go.</p>"
         "<p class='legend'>Gain: what a batch was to take less, and by how much the mean of up to "
         f"{NEAR} steps after the change is below that of up to {NEAR} steps before it; nothing where another change was too "
         "near.</p>"

@@ -14,7 +14,7 @@ from pearl.overrides import override
 from pearl.rl import preflight
 from pearl.rl.buffer import Buffer
 from pearl.rl.checkpoint_folder import CheckpointFolder
-from pearl.rl.command_line import Job, main, parser, planned, rank_arguments
+from pearl.rl.command_line import PROGRAMS, Job, main, parser, planned, rank_arguments
 from pearl.rl.controller_state import capture
 from pearl.rl.recipes.quickstart import recipe
 
@@ -93,3 +93,19 @@ def test_a_ctrl_c_that_a_callback_swallows_is_heard(monkeypatch: pytest.MonkeyPa
     assert main(["run"]) == 130
     assert "interrupted before the start" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is before
+
+
+STARTED_BY_OTHERS = {
+    "pearl", "pearl.engine.worker", "pearl.rl.availability", "pearl.rl.controller", "pearl.rl.launch", "pearl.rl.launcher",
+    "pearl.rl.plain_launcher", "pearl.rl.envs.host", "pearl.rl.envs.run_tests", "pearl.rl.envs.sandbox_runner",
+}  # fmt: skip
+
+
+def test_the_help_names_every_program_that_a_user_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(__file__).parents[2]
+    started = [path for path in (root / "pearl").rglob("*.py") if '__name__ == "__main__"' in path.read_text()]
+    modules = {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__main__") for path in started}
+    assert modules == STARTED_BY_OTHERS | {use.split()[0] for use in PROGRAMS}
+    assert main([]) == 2
+    said = capsys.readouterr().out
+    assert all(use in said and what in said for use, what in PROGRAMS.items())

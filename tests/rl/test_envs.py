@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections import deque
+from typing import Any
 
 import pytest
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from pearl.config import EnvOptions
 from pearl.rl.envs import registry
-from pearl.rl.envs.base import random_player, system_prompt_of, words_of
+from pearl.rl.envs.base import random_player, system_prompt_of, tasks_of, words_of
 from pearl.rl.envs.frozen_lake import ACTIONS, INVALID, FrozenLake, grid_rows, read_answer
 
 
@@ -212,3 +213,19 @@ def test_a_random_start_belongs_to_the_map_and_can_reach_the_goal() -> None:
         assert 15 in reached
         assert lake.reset(seed)[0].replace("\n", "") == "".join(rows).replace("S", "P")
     assert len({"".join(lake.map_of(seed)).index("S") for seed in range(8)}) > 3
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "count"),
+    [
+        ("frozen_lake", {"num_maps": 8, "random_start": True}, 8),
+        ("frozen_lake", {"num_maps": 0}, 0),
+        ("sokoban", {"size": 5, "num_levels": 3}, 3),
+        ("sokoban", {"size": 5, "num_levels": 0}, 0),
+    ],
+)
+def test_tasks_are_counted_where_seeds_share_them(name: str, options: dict[str, Any], count: int) -> None:
+    environment = registry.make(name, **options)
+    beginnings = {environment.reset(seed)[0] for seed in range(24)}
+    assert tasks_of(environment) == count
+    assert len(beginnings) == count or (count == 0 and len(beginnings) > 8)

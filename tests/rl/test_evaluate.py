@@ -11,7 +11,7 @@ from pearl import config as configuration
 from pearl.config import Config, EngineConfig, EnvOptions, ModelOptions, RolloutOptions, resolve
 from pearl.rl import fresh_model
 from pearl.rl.envs.hi_lo import HiLo
-from pearl.rl.evaluate import evaluate, main, subject_of, summary
+from pearl.rl.evaluate import evaluate, main, subject_of, summary, table
 from pearl.rl.training import EVAL_SEEDS
 from pearl.rl.types import Trajectory, Turn
 
@@ -84,6 +84,13 @@ def test_a_plain_folder_needs_an_environment(run: Path, capsys: pytest.CaptureFi
     assert main([folder, "hi_lo", "--episodes", "3", "--set", "env.max_turns=2", "--set", "rollout.max_tokens=4"]) == 0
     said = capsys.readouterr().out
     assert f"{folder} on hi_lo, seeds {EVAL_SEEDS} to {EVAL_SEEDS + 2}" in said and "turns        " in said
+    assert "tasks        10 in all, the same as in training" in said
+
+
+def test_of_a_task_for_every_seed_nothing_is_said() -> None:
+    numbers = summary([], seconds=1.0)
+    lines = [table("a", EnvOptions(name="sokoban"), range(2), numbers | {"tasks": count}) for count in (0, 8)]
+    assert ["training" in said for said in lines] == [False, True]
 
 
 def test_episodes_that_fail_are_told_and_are_exit_code_1(

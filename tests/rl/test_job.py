@@ -61,6 +61,12 @@ def test_every_metric_is_documented(finished):
     assert [key for key in rows[0] if f"`{key}`" not in documented] == []
 
 
+def test_every_file_of_a_run_is_documented(finished):
+    documented = (ROOT / "docs" / "run_folder.md").read_text()
+    found = [*finished[1].iterdir(), *(finished[1] / "logs").iterdir()]
+    assert [path.name for path in found if f"`{path.name}" not in documented] == []
+
+
 def test_the_saved_policy_is_the_one_transformers_reads(finished):
     import torch
     from transformers import AutoModelForCausalLM
@@ -165,7 +171,7 @@ def train_on_the_docs_environment(folder, *extra):
     """The command of docs/environments.md on its environment, in `folder`; the rows of metrics.jsonl."""
     text = (ROOT / "docs" / "environments.md").read_text()
     (folder / "next_number.py").write_text(text.split("```python\n")[1].split("```")[0])
-    command = next(line for line in text.splitlines() if line.strip().startswith(".venv/bin/pearl"))
+    command = next(line for line in text.splitlines() if line.strip().startswith("pearl run"))
     output = ["--set", f"output_dir={folder / 'runs'}"]
     result = subprocess.run(
         [sys.executable, "-m", "pearl", *command.split()[1:], *output, *extra],

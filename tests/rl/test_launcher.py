@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -15,6 +17,8 @@ from job_cases import ROOT, settings
 
 from bench.job_process import TAG, JobProcess, send
 from pearl.rl.launcher import exit_code
+
+CURSOR_UP = b"\x1b[1A"
 
 
 def pearl_run(folder: Path, *extra: str, world: int = 2) -> JobProcess:
@@ -65,6 +69,41 @@ def test_ctrl_c_ends_with_130_and_the_last_line_says_how_to_go_on(tmp_path: Path
     assert sum("interrupted by SIGINT" in line for line in lines) == 1
     assert lines[-2].startswith("ended after")
     assert lines[-1].startswith("to go on after step ") and lines[-1].endswith(f": pearl run --resume {run} --nproc 2")
+
+
+def shown_on_a_terminal(command: list[str], until: bytes, limit_s: float) -> tuple[int, bytes]:
+    """Exit code, and what a terminal got from a job that its Ctrl-C ended once it had shown `until`."""
+    master, slave = os.openpty()
+    child = subprocess.Popen(
+        command, env=os.environ | {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL, stdout=slave, stderr=slave, start_new_session=True,
+    )  # fmt: skip
+    os.close(slave)
+    shown, told, deadline = b"", False, time.monotonic() + limit_s
+    try:
+        while select.select([master], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            try:
+                shown += os.read(master, 1 << 16)
+            except OSError:  # nobody has the other end any more
+                return child.wait(limit_s), shown
+            if until in shown and not told:
+                told = True
+                os.killpg(child.pid, signal.SIGINT)
+        raise TimeoutError(f"not over within limit_s={limit_s:g} s: {shown!r}")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        os.close(master)
+
+
+def test_after_ctrl_c_a_terminal_s_display_is_not_drawn_again(tmp_path: Path) -> None:
+    """Whatever is printed by then, by whomever, stays below it."""
+    job = ["quickstart", "--set", "device=emulated:quickstart-cpu", "--set", f"output_dir={tmp_path / 'runs'}"]
+    code, shown = shown_on_a_terminal([sys.executable, "-m", "pearl", "run", *job], b"tokens/s", 90)
+    assert code == 128 + signal.SIGINT
+    display, said, rest = shown.partition(b"interrupted by SIGINT")
+    assert CURSOR_UP in display and said and b"tokens/s" in display.rpartition(CURSOR_UP)[2], "it stays, in its last state"
+    assert CURSOR_UP not in rest and b"\r\nended after" in rest and b"it cannot go on" in rest
 
 
 def test_a_rank_0_that_is_killed_is_named_once(tmp_path: Path) -> None:

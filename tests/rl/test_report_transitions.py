@@ -54,6 +54,8 @@ def test_the_section() -> None:
     assert cells[0][0].endswith("0") and cells[1][0].endswith("30") and "rank2: late" in cells[2][9]
     # Each shape as long as it was there; the failed change left the one before.
     assert html.count("2P2D: ") == 2 and "4M: 2.26" in html and "switch: 0.250 s" in html
+    legend = html.split("</table>")[1]
+    assert all(kind in legend for kind in ("switch", "borrow", "give_back", "expand", "admit", "leave", "1P3D"))
 
 
 @pytest.mark.parametrize("rows", [[], [{"at": None, "seconds": None}]])

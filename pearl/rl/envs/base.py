@@ -11,6 +11,8 @@ Optional attributes and methods, read with the functions below:
     example: Sequence[str]                          an episode shown before the first observation, by turns what the
                                                     environment says and what the model replies; default none
     words: Sequence[str]                            strings that a fresh tokenizer should hold as single tokens; default none
+    num_tasks: int                                  how many different tasks its seeds lead to, if they can be counted (fixed
+                                                    maps, levels, repositories); default 0: uncounted
     random_valid_action(rng: random.Random) -> str  an action it can read; for format warm-up and play without a model
     check_options(**options) -> None                class method; ValueError for options of bad values, without side effects
     close() -> None                                 frees what the instance holds; called once, at the end of its episode
@@ -79,6 +81,12 @@ def example_of(environment: Any) -> Sequence[str]:
 def words_of(environment: Any) -> Sequence[str]:
     """The strings a fresh tokenizer should hold as single tokens; none by default."""
     return tuple(getattr(environment, "words", ()))
+
+
+def tasks_of(environment: Any) -> int:
+    """How many different tasks its seeds lead to; 0 if nobody has counted them."""
+    count = getattr(environment, "num_tasks", 0)
+    return count if isinstance(count, int) else 0
 
 
 def has_random_player(kind: type) -> bool:

@@ -198,7 +198,9 @@ def written(name: str, report: Report, prompt: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """The command; the exit code."""
-    parser = argparse.ArgumentParser(prog="pearl.rl.envs.check", allow_abbrev=False, description="Try an environment.")
+    parser = argparse.ArgumentParser(
+        prog="python -m pearl.rl.envs.check", allow_abbrev=False, description="Try an environment."
+    )
     parser.add_argument("name", help=f"one of {', '.join(registry.names())}, or package.module:ClassName")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an option of its constructor")
     parser.add_argument("--episodes", type=int, default=20)

@@ -66,6 +66,7 @@ class Coding:
     ) -> None:
         self.check_options(tasks=tasks, max_turns=max_turns, test_timeout_s=test_timeout_s, memory_mib=memory_mib)
         self.tasks = tuple(tasks) if tasks is not None else coding_tasks.names()
+        self.num_tasks = len(self.tasks)
         self.max_turns, self.invalid_penalty = max_turns, invalid_penalty
         self.system_prompt = f"{RULES}\n\n{described(TOOLS)}"
         self._limits = Limits(wall_s=test_timeout_s, cpu_s=max(1, round(test_timeout_s)), memory_mib=memory_mib)

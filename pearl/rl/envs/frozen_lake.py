@@ -51,6 +51,7 @@ class FrozenLake:
     ) -> None:
         self.check_options(size=size, num_maps=num_maps, map_seed=map_seed, frozen=frozen, max_turns=max_turns)
         self.size, self.num_maps, self.map_seed, self.frozen = size, num_maps, map_seed, frozen
+        self.num_tasks = num_maps
         self.slippery, self.max_turns, self.invalid_penalty = slippery, max_turns, invalid_penalty
         self.random_start = random_start
         self.system_prompt = system_prompt

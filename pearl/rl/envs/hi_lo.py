@@ -36,6 +36,7 @@ class HiLo:
     ) -> None:
         self.check_options(low=low, high=high, max_turns=max_turns)
         self.low, self.high, self.max_turns, self.invalid_penalty = low, high, max_turns, invalid_penalty
+        self.num_tasks = high - low + 1
         self.system_prompt = system_prompt if system_prompt is not None else f"Find the hidden number. {self._unreadable()}"
         self.example = _game(self._question(), low, high) if example else ()
         self._hidden = low

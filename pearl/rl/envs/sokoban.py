@@ -60,7 +60,7 @@ class Sokoban:
     ) -> None:
         whole = {"num_levels": num_levels, "level_seed": level_seed, "scramble": scramble, "max_turns": max_turns}
         self.check_options(size=size, num_boxes=num_boxes, walls=walls, **whole)
-        self.num_levels, self.max_turns = num_levels, max_turns
+        self.num_levels, self.num_tasks, self.max_turns = num_levels, num_levels, max_turns
         self.box_reward, self.invalid_penalty, self.system_prompt = box_reward, invalid_penalty, system_prompt
         self._kind = (size, num_boxes, scramble, float(walls), level_seed)
         self._level: Level | None = None

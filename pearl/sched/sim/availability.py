@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -70,20 +71,29 @@ G4DN_LIKE = TraceStatistics(mean=12.6, low=0, high=24, change_share=0.15, life_m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Two hours of a recorded trace as a cluster's external GPUs: `file`, minutes, and what its most nodes stand for."""
+    """Two hours of a recorded trace as a cluster's external GPUs: `file`, minutes, and what its most nodes stand for.
+
+    `origin` is the file's name in TRACES.
+    """
 
     name: str
     file: str
+    origin: str
     first_minute: int
     last_minute: int
     most_nodes: int
     like: TraceStatistics
 
 
+TRACES = "github.com/SymbioticLab/Oobleck, tools/simulator/traces"
+"""Where the recorded traces are to be had: Bamboo's, as the Oobleck project (Jang et al., SOSP 2023) passes them on."""
+
+_P3: dict[str, Any] = {"file": "spot_trace_p3.csv", "origin": "p3-trace.csv", "most_nodes": 32, "like": P3_LIKE}
+_G4DN: dict[str, Any] = {"file": "spot_trace_g4dn.csv", "origin": "g4dn-trace.csv", "most_nodes": 24, "like": G4DN_LIKE}
 SEGMENTS = (
-    Segment(name="S1", file="spot_trace_p3.csv", first_minute=225, last_minute=345, most_nodes=32, like=P3_LIKE),
-    Segment(name="S2", file="spot_trace_g4dn.csv", first_minute=280, last_minute=400, most_nodes=24, like=G4DN_LIKE),
-    Segment(name="S3", file="spot_trace_g4dn.csv", first_minute=425, last_minute=545, most_nodes=24, like=G4DN_LIKE),
+    Segment(name="S1", first_minute=225, last_minute=345, **_P3),
+    Segment(name="S2", first_minute=280, last_minute=400, **_G4DN),
+    Segment(name="S3", first_minute=425, last_minute=545, **_G4DN),
 )
 """Windows whose means are those that arXiv 2609.35158 prints for its three segments (13.6, 9.0, 11.8 rollout GPUs, 4 of them
 reserved); it does not print where its own lie."""
@@ -230,10 +240,16 @@ def steady(workers: int, tp: int) -> Availability:
 
 
 def segment_gpus(segment: Segment, folder: Path | None, *, tp: int, seed: int) -> tuple[Availability, str]:
-    """(external GPUs of the segment, where they come from): its file in `folder`, else drawn with its statistics."""
+    """(external GPUs of the segment, where they come from): its file in `folder`, else drawn with its statistics.
+
+    ValueError for a file that is not there says where it is to be had.
+    """
     rng = np.random.default_rng([seed, SEGMENTS.index(segment)])
     length_s = 60.0 * (segment.last_minute - segment.first_minute)
     if folder is not None:
+        if not (folder / segment.file).is_file():
+            where = f"it is {segment.origin} of {TRACES} (PEARL ships no recorded trace)"
+            raise ValueError(f"{folder / segment.file}: is not there; {where}; without a folder traces are drawn")
         trace = window(read_trace(folder / segment.file), 60.0 * segment.first_minute, 60.0 * segment.last_minute)
         source = f"{segment.file}, minutes {segment.first_minute} to {segment.last_minute}"
     else:

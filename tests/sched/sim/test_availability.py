@@ -113,3 +113,8 @@ def test_segments_of_a_folder_are_cut_and_scaled(tmp_path: Path) -> None:
     gpus, source = segment_gpus(SEGMENTS[0], tmp_path, tp=2, seed=0)
     assert source == "spot_trace_p3.csv, minutes 225 to 345"
     assert [(at, sign) for at, sign, _ in gpus.events] == [(0.0, 1)] * 6 + [(1500.0, -1)], "31 of 32 nodes are 11 of 12 GPUs"
+
+
+def test_a_trace_that_is_not_there_says_where_to_get_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"spot_trace_g4dn\.csv: is not there; it is g4dn-trace\.csv of github\.com/"):
+        segment_gpus(SEGMENTS[1], tmp_path, tp=2, seed=0)
