@@ -102,7 +102,7 @@ class KVTransfer(msgspec.Struct, frozen=True, kw_only=True):
 def lacking(transfer: KVTransfer) -> str:
     """Why its blocks cannot hold the KV that it speaks of, "" if they can."""
     size, held = transfer.layout.block_size, len(transfer.blocks)
-    if 0 < size and transfer.num_written_tokens <= held * size:
+    if size > 0 and transfer.num_written_tokens <= held * size:
         return ""
     return f"transfer {transfer.transfer_id[:200]!r}: KV of {transfer.num_written_tokens} tokens in {held} blocks of {size}"
 
