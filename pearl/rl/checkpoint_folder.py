@@ -27,6 +27,10 @@ from pearl.rl.controller_state import ControllerState, check_format, decode, enc
 FOLDER = "checkpoints"
 MARKER = "STABLE"
 STATE_FILE = "controller.msgpack"
+TRAINER_FOLDER = "trainer"
+"""The part of a checkpoint that the training ranks write."""
+TRAINER_FACTS = "trainer.json"
+"""What says there what they wrote."""
 _NAME = re.compile(r"step_(\d{6,})")
 _HIDDEN = re.compile(r"\.step_\d{6,}\.(new|old|lost)")
 

@@ -32,14 +32,14 @@ from pearl.protocol import Failed, Serve, Stop, Tokens
 from pearl.rl import preflight
 from pearl.rl.best_policy import FOLDER as BEST
 from pearl.rl.checkpoint import is_stable
-from pearl.rl.checkpoint_folder import CheckpointFolder
+from pearl.rl.checkpoint_folder import TRAINER_FOLDER, CheckpointFolder
 from pearl.rl.collector import Collector
 from pearl.rl.envs import registry as environments
 from pearl.rl.envs.base import example_of, system_prompt_of
 from pearl.rl.envs.pool import EnvironmentPool, EnvironmentPoolError
 from pearl.rl.rank import RankLoop
 from pearl.rl.rollout import Rollout
-from pearl.rl.training import EVAL_SEEDS, TRAINER_FOLDER
+from pearl.rl.training import EVAL_SEEDS
 from pearl.rl.types import Trajectory
 from pearl.sched.router import Router
 

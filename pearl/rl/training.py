@@ -22,7 +22,7 @@ from pearl.protocol import Checkpoint, Done, Export, Publish, Restore, Serve, Se
 from pearl.rl.algorithms import algorithm_of
 from pearl.rl.best_policy import BestPolicy
 from pearl.rl.buffer import Buffer
-from pearl.rl.checkpoint_folder import CheckpointFolder, load
+from pearl.rl.checkpoint_folder import TRAINER_FOLDER, CheckpointFolder, load
 from pearl.rl.cluster import Cluster
 from pearl.rl.collector import Collector
 from pearl.rl.controller_state import capture, restore
@@ -37,9 +37,6 @@ from pearl.sched.admission import Admission
 
 EVAL_SEEDS = 1_000_000_000
 """Environment seeds from here on are for evaluation; training never reaches them."""
-
-TRAINER_FOLDER = "trainer"
-"""The part of a checkpoint that the training ranks write."""
 
 FAILURES_IN_A_ROW = 64
 """So many failed trajectories (or a whole batch of them, if that is more) with no other in between end the run: an
