@@ -24,7 +24,7 @@ import zmq
 from pearl import config as configuration
 from pearl.channel import wait
 from pearl.clock import WallClock
-from pearl.config import Config, EngineConfig, EnvOptions, ModelOptions, RolloutOptions
+from pearl.config import ClusterOptions, Config, EngineConfig, EnvOptions, ModelOptions, RolloutOptions
 from pearl.engine.engine import Engine
 from pearl.engine.tokenizer import Tokenizer
 from pearl.overrides import override
@@ -189,7 +189,8 @@ def _of_checkpoint(path: Path) -> Iterator[Subject]:
     from pearl.rl.trainer import Trainer
 
     run = path.parent.parent
-    config = configuration.resolve(configuration.unresolved(_settings(run)), world=1)
+    alone = dataclasses.replace(_settings(run), cluster=ClusterOptions())  # however many ranks trained it
+    config = configuration.resolve(configuration.unresolved(alone), world=1)
     folder = Path(config.model.path) if config.model.path else run / "initial_policy"
     trainer = Trainer(folder, config)
     trainer.load_state(path / TRAINER_FOLDER)
