@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -368,6 +369,28 @@ def test_whatever_goes_wrong_costs_what_was_asked_for_and_nothing_that_is_asked_
 
     monkeypatch.setattr(PeerReceiver, "_take", fail)
     assert "MemoryError" in failure(receiver.begin(plan, transfer, target), 4)
+    wait(receiver.begin(plan, transfer, target))
+    assert torch.equal(bits(target.tensor[:, :, [0, 3]]), bits(source.tensor[:, :, [4, 1]]))
+
+
+def test_a_receiver_for_which_no_thread_is_to_be_had_loses_its_transfer_and_the_next_comes(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refused = threading.Thread.start, []
+
+    def once(thread: threading.Thread) -> None:
+        if thread.name == "kv receiver" and not refused and threading.current_thread().name == "kv source":
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", once)
+    sender, receiver = ends
+    source, target = make_pool(layout(), 6, 1), make_pool(layout(), 6, None)
+    transfer = offer(source, [4, 1], sender)
+    plan = plan_of(transfer, target, [0, 3])
+    assert failure(receiver.begin(plan, transfer, target), 4)
+    assert problems(sender) == ["can't start new thread"]
     wait(receiver.begin(plan, transfer, target))
     assert torch.equal(bits(target.tensor[:, :, [0, 3]]), bits(source.tensor[:, :, [4, 1]]))
 
