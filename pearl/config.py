@@ -24,10 +24,15 @@ from pearl.scheduler_options import ExpandSettings as ExpandSettings
 from pearl.scheduler_options import PdSettings as PdSettings
 from pearl.scheduler_options import SchedOptions as SchedOptions
 from pearl.training_options import AlgorithmOptions as AlgorithmOptions
+from pearl.training_options import OptimizerOptions as OptimizerOptions
 from pearl.training_options import TrainerOptions as TrainerOptions
+from pearl.training_options import WarmupOptions as WarmupOptions
 from pearl.training_options import check_layers
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+SEEDS = 2**64
+"""Random generators take no larger ones."""
 
 CHOSEN = "chosen"
 """The field of a Config that `resolve` writes and nobody sets."""
@@ -167,42 +172,6 @@ class RolloutOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerOptions:
-    """AdamW. One schedule step per RL step (not per update). `mini_batch_size` trajectories per optimizer update."""
-
-    lr: float = 1e-3
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = 0
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
-    mini_batch_size: int = 32
-    micro_batch_tokens: int = 8192
-
-    def __post_init__(self) -> None:
-        one_of("optimizer.schedule", self.schedule, ("constant", "linear", "cosine"))
-        above_zero(self, "optimizer", "lr", "max_grad_norm", "eps")
-        at_least(self, "optimizer", 1, "mini_batch_size", "micro_batch_tokens")
-        at_least(self, "optimizer", 0, "warmup_steps", "weight_decay")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmupOptions:
-    """Supervised steps on the environment's own random valid play before RL, so that the format is known. 0 steps: none."""
-
-    steps: int = 0
-    episodes: int = 16
-    lr: float = 2e-3
-
-    def __post_init__(self) -> None:
-        at_least(self, "warmup", 0, "steps")
-        at_least(self, "warmup", 1, "episodes")
-        above_zero(self, "warmup", "lr")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
     """Which ranks do what: the first `train_ranks` train, the others serve; a single rank does both by turns.
 
@@ -296,6 +265,8 @@ class Config:
         if self.emulated is not None and self.check_weights:
             raise ValueError(f"check_weights={self.check_weights}: must be false with device={self.device!r}, there are none")
         at_least(self, "", 0, "seed", "save_steps", "eval_steps", whole=True)
+        if self.seed >= SEEDS:
+            raise ValueError(f"seed={self.seed}: must be below 2**64")
         if not isinstance(self.output_dir, str) or not self.output_dir.strip():
             raise ValueError(f"output_dir={self.output_dir!r}: must be the name of a folder, for example runs")
         if self.max_staleness is not None:

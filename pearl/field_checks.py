@@ -40,6 +40,14 @@ def within(section: Any, prefix: str, low: float, high: float, *names: str) -> N
             raise ValueError(f"{prefix}.{name}={value!r}: must be in [{low}, {high}]")
 
 
+def below_one(section: Any, prefix: str, *names: str) -> None:
+    """ValueError for the first of these fields of `section` that is not a number in [0, 1)."""
+    for name in names:
+        value = getattr(section, name)
+        if not _is_number(value) or not 0 <= value < 1:
+            raise ValueError(f"{prefix}.{name}={value!r}: must be in [0, 1)")
+
+
 def below(section: Any, prefix: str, less: str, more: str) -> None:
     """ValueError unless the field `less` of `section` is below its field `more`."""
     low, high = getattr(section, less), getattr(section, more)

@@ -99,6 +99,16 @@ class KVTransfer(msgspec.Struct, frozen=True, kw_only=True):
     growing: bool = False
 
 
+def lacking(transfer: KVTransfer) -> str:
+    """Why its blocks cannot hold the KV that it speaks of, or are none of its source's, "" if neither is so."""
+    size, held, there = transfer.layout.block_size, len(transfer.blocks), transfer.source.num_blocks
+    if not all(0 <= block < there for block in transfer.blocks):
+        return f"transfer {transfer.transfer_id[:200]!r}: KV in blocks {transfer.blocks[:20]} of a pool of {there}"
+    if size > 0 and transfer.num_written_tokens <= held * size:
+        return ""
+    return f"transfer {transfer.transfer_id[:200]!r}: KV of {transfer.num_written_tokens} tokens in {held} blocks of {size}"
+
+
 def why_impossible(transfer: KVTransfer) -> str:
     """Why no engine offers this, "" if one can: what could not be gone on with, wherever it is taken in."""
     state, known = transfer.state, len(transfer.state.token_ids)
@@ -107,8 +117,10 @@ def why_impossible(transfer: KVTransfer) -> str:
         return f"{name}: the transfer of it is one of request {transfer.request_id[:200]!r}"
     if not 0 < state.num_prompt_tokens <= known or state.max_tokens < 1:
         return f"{name}: {known} tokens with a prompt of {state.num_prompt_tokens} and {state.max_tokens} to sample"
-    if not 0 <= transfer.num_written_tokens < known or min(transfer.blocks, default=0) < 0:
-        return f"{name}: KV of {transfer.num_written_tokens} of its {known} tokens in blocks {transfer.blocks[:20]}"
+    if not 0 <= transfer.num_written_tokens < known:
+        return f"{name}: KV of {transfer.num_written_tokens} of its {known} tokens"
+    if wrong := lacking(transfer):
+        return wrong
     if not len(state.logprobs) == len(state.weight_versions) == sampled:
         return f"{name}: {sampled} sampled tokens, {len(state.logprobs)} log-probs, {len(state.weight_versions)} versions"
     if min(state.index, state.num_cached_tokens, state.num_preemptions, transfer.weight_version + 1) < 0:

@@ -1,4 +1,4 @@
-"""The sections of a job's configuration that say how the policy is trained: algorithm and trainer.
+"""The sections of a job's configuration that say how the policy is trained: algorithm, optimizer, trainer, warm-up.
 
 Owns the fields, what they may be and their defaults. What an algorithm's name stands for is in `rl/algorithms.py`, and
 docs/algorithms.md has the formulae.
@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from pearl.field_checks import above_zero, at_least, one_of, within
+from pearl.field_checks import above_zero, at_least, below_one, one_of, within
 
 ALGORITHMS = ("grpo", "dapo", "rloo", "reinforce++", "ppo", "gspo", "cispo")
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed")
@@ -96,6 +96,43 @@ class AlgorithmOptions:
         one_of("algorithm.kl_in", self.kl_in, ("loss", "reward"))
         one_of("algorithm.gae_level", self.gae_level, ("token", "turn"))
         one_of("algorithm.critic", self.critic, ("own", "trunk"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerOptions:
+    """AdamW. One schedule step per RL step (not per update). `mini_batch_size` trajectories per optimizer update."""
+
+    lr: float = 1e-3
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    mini_batch_size: int = 32
+    micro_batch_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        one_of("optimizer.schedule", self.schedule, ("constant", "linear", "cosine"))
+        above_zero(self, "optimizer", "lr", "max_grad_norm", "eps")
+        at_least(self, "optimizer", 1, "mini_batch_size", "micro_batch_tokens")
+        at_least(self, "optimizer", 0, "warmup_steps", "weight_decay")
+        below_one(self, "optimizer", "beta1", "beta2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupOptions:
+    """Supervised steps on the environment's own random valid play before RL, so that the format is known. 0 steps: none."""
+
+    steps: int = 0
+    episodes: int = 16
+    lr: float = 2e-3
+
+    def __post_init__(self) -> None:
+        at_least(self, "warmup", 0, "steps")
+        at_least(self, "warmup", 1, "episodes")
+        above_zero(self, "warmup", "lr")
 
 
 def check_layers(trainer: TrainerOptions, num_layers: int, source: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import os
-import socket
 import threading
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ from typing import Any
 import zmq
 
 from pearl.channel import Client
+from pearl.engine.node import node
 from pearl.engine.tokenizer import Tokenizer
 from pearl.protocol import (
     Abort,
@@ -136,7 +136,7 @@ class FakeRanks(threading.Thread):
         context.term()
 
     def _begin(self, rank: int) -> None:
-        pid, host = self._pids.get(rank, os.getpid()), self._hosts.get(rank, socket.gethostname())
+        pid, host = self._pids.get(rank, os.getpid()), self._hosts.get(rank, node())
         self._send(rank, Hello(rank=rank, pid=pid, host=host, roles=self.layout.roles(rank)))
         self._send(rank, Ready(rank=rank, max_model_len=self._max_model_len if rank in self.layout.serving else 0))
 

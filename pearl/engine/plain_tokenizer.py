@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, TypeGuard
 
 import msgspec
@@ -111,12 +112,15 @@ class PlainTokenizer:
         return ids if self.special_ids.isdisjoint(ids) else self._apart(text)
 
     def _apart(self, text: str) -> list[int]:
-        """Ids of text in which the model itself finds a special token (its vocabulary holds it as a word): cut inside it."""
-        match = self._special_pattern.search(text)
-        if match is None:
+        """Ids of text in which the model itself finds special tokens (its vocabulary holds them as words): cut inside each."""
+        cuts = [match.end() - 1 for match in self._special_pattern.finditer(text) if match.end() - match.start() > 1]
+        if not cuts:
             raise ValueError(f"text={text[:40]!r}: the tokenizer {self._name} makes a special token of it")
-        cut = match.end() - 1
-        return self.encode(text[:cut]) + self._continued_ids(text[cut:])
+        first, *others = (text[start:end] for start, end in pairwise([0, *cuts, len(text)]))
+        ids = self.encode(first)
+        for piece in others:
+            ids += self._continued_ids(piece)
+        return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids. Ids that the tokenizer does not know (a padded vocabulary) give "". No clean-up of spaces.

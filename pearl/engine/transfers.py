@@ -16,7 +16,7 @@ from pearl.engine.comm.agreement import greatest
 from pearl.engine.comm.communicator import Communicator
 from pearl.engine.migration.planner import Range, check_layouts, plan_copy, plan_sources
 from pearl.engine.migration.transport import AllOf, Lost, Pool, Ticket, TransferError, Transport, choose
-from pearl.kv_transfer import KVLayout, KVTransfer
+from pearl.kv_transfer import KVLayout, KVTransfer, lacking
 
 HERE, PENDING, LOST = 0, 1, 2
 """Of a copy, the worse the greater: of several ranks' the greatest counts."""
@@ -80,6 +80,8 @@ class Transfers:
         ValueError if they never can.
         """
         check_layouts(transfer.layout, whole)
+        if wrong := lacking(transfer):
+            raise ValueError(wrong)
         if not transfer.blocks:
             return []
         sources = [transfer.source, *transfer.peers]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from pearl.rl.checkpoint import put_back
+
 FOLDER = "best"
 
 
@@ -25,6 +27,7 @@ class BestPolicy:
 
     def __init__(self, run: Path) -> None:
         self.path = run / FOLDER
+        put_back(self.path)
         self._note_path = run / f"{FOLDER}.json"
         self._note = self._read()
 

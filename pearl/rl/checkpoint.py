@@ -23,7 +23,7 @@ def is_stable(path: Path) -> bool:
 
 def save_policy(write: Callable[[Path], None], path: Path) -> None:
     """Has `write` fill a folder that becomes `path`, replacing what is there; an OSError leaves the old one in place."""
-    aside, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
+    aside, old = path.with_name(f".{path.name}.new"), _old(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     for left_over in (aside, old):
         if left_over.exists() and (left_over == aside or path.exists()):
@@ -38,6 +38,16 @@ def save_policy(write: Callable[[Path], None], path: Path) -> None:
     _sync(path.parent)
     if old.exists():
         shutil.rmtree(old)
+
+
+def put_back(path: Path) -> None:
+    """Undoes a replacement that ended between its renames: what was being replaced has its name again."""
+    if not path.exists() and is_stable(_old(path)):
+        _old(path).rename(path)
+
+
+def _old(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
 
 
 def _flush(folder: Path) -> None:

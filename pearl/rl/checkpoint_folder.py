@@ -15,8 +15,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import threading
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +29,10 @@ from pearl.rl.controller_state import ControllerState, check_format, decode, enc
 FOLDER = "checkpoints"
 MARKER = "STABLE"
 STATE_FILE = "controller.msgpack"
+TRAINER_FOLDER = "trainer"
+"""The part of a checkpoint that the training ranks write."""
+TRAINER_FACTS = "trainer.json"
+"""What says there what they wrote."""
 _NAME = re.compile(r"step_(\d{6,})")
 _HIDDEN = re.compile(r"\.step_\d{6,}\.(new|old|lost)")
 
@@ -118,6 +124,20 @@ class CheckpointFolder:
         _verified(target)
         self._sweep(step)
         return target
+
+    def committing(self, step: int, state: ControllerState) -> Future[Path]:
+        """`commit` in a thread of its own: flushing, and removing what is as large as the model, may take long. The state must
+        not change any more; nothing else may be asked of this folder before the end."""
+        done: Future[Path] = Future()
+
+        def carry_out() -> None:
+            try:
+                done.set_result(self.commit(step, state))
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=carry_out, name="commit", daemon=True).start()
+        return done
 
     def rewind(self, step: int) -> list[Path]:
         """Hides all that is newer than `step` until a commit removes it: a resumed run writes these steps anew."""

@@ -24,7 +24,7 @@ import zmq
 from pearl import config as configuration
 from pearl.channel import wait
 from pearl.clock import WallClock
-from pearl.config import Config, EngineConfig, EnvOptions, ModelOptions, RolloutOptions
+from pearl.config import ClusterOptions, Config, EngineConfig, EnvOptions, ModelOptions, RolloutOptions
 from pearl.engine.engine import Engine
 from pearl.engine.tokenizer import Tokenizer
 from pearl.overrides import override
@@ -32,14 +32,14 @@ from pearl.protocol import Failed, Serve, Stop, Tokens
 from pearl.rl import preflight
 from pearl.rl.best_policy import FOLDER as BEST
 from pearl.rl.checkpoint import is_stable
-from pearl.rl.checkpoint_folder import CheckpointFolder
+from pearl.rl.checkpoint_folder import TRAINER_FOLDER, CheckpointFolder
 from pearl.rl.collector import Collector
 from pearl.rl.envs import registry as environments
 from pearl.rl.envs.base import example_of, system_prompt_of, tasks_of
 from pearl.rl.envs.pool import EnvironmentPool, EnvironmentPoolError
 from pearl.rl.rank import RankLoop
 from pearl.rl.rollout import Rollout
-from pearl.rl.training import EVAL_SEEDS, TRAINER_FOLDER
+from pearl.rl.training import EVAL_SEEDS
 from pearl.rl.types import Trajectory
 from pearl.sched.router import Router
 
@@ -189,7 +189,8 @@ def _of_checkpoint(path: Path) -> Iterator[Subject]:
     from pearl.rl.trainer import Trainer
 
     run = path.parent.parent
-    config = configuration.resolve(configuration.unresolved(_settings(run)), world=1)
+    alone = dataclasses.replace(_settings(run), cluster=ClusterOptions())  # however many ranks trained it
+    config = configuration.resolve(configuration.unresolved(alone), world=1)
     folder = Path(config.model.path) if config.model.path else run / "initial_policy"
     trainer = Trainer(folder, config)
     trainer.load_state(path / TRAINER_FOLDER)

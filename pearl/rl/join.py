@@ -25,6 +25,7 @@ from typing import Any
 
 from pearl import config as configuration
 from pearl.config import Config, ElasticOptions
+from pearl.engine.model_folder import DESCRIPTIONS, descriptions
 from pearl.protocol import Done, Joined, Leave, Leaving, Prepare, Ready, Stop
 from pearl.rl import process
 from pearl.rl.link import Address, Link
@@ -184,10 +185,15 @@ def _build(config: Config, joined: Joined, address: Address) -> Any:
 
 @contextlib.contextmanager
 def model_folder(joined: Joined) -> Iterator[Path]:
-    """The job's, if this machine sees it; else one of the files that the job has sent along, while an engine is built."""
-    folder = Path(joined.model_folder)
-    if (folder / "config.json").is_file():
-        yield folder
+    """The job's, if this machine sees it; else one of the files that the job has sent along, while an engine is built.
+
+    What is called the same here may be another model's, of another vocabulary or positions: then it is not the job's.
+    """
+    here: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError):
+        here = descriptions(joined.model_folder)
+    if "config.json" in here and here == {name: text for name, text in joined.files.items() if name in DESCRIPTIONS}:
+        yield Path(joined.model_folder)
         return
     with tempfile.TemporaryDirectory(prefix="pearl-join-") as temporary:
         for name, text in joined.files.items():

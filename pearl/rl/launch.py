@@ -10,7 +10,6 @@ import contextlib
 import datetime
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,8 +18,10 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pearl import config as configuration
+import msgspec
+
 from pearl.config import Config
+from pearl.engine.node import node
 from pearl.metrics.console import duration, step_line
 from pearl.metrics.jsonl import read_jsonl
 from pearl.metrics.live import LiveView, is_interactive
@@ -31,7 +32,7 @@ from pearl.rl.control import LAUNCHER_GONE, ControlThread
 from pearl.rl.envs import registry as environments
 from pearl.rl.envs.base import words_of
 from pearl.rl.rank import RankLoop, report_failure
-from pearl.rl.run_state import RunLock, how_to_go_on, rewind_run
+from pearl.rl.run_state import RunLock, how_to_go_on, rewind_run, write_settings
 from pearl.rl.start_watch import StartWatch, launcher_answers
 
 LAST_WORDS_S = 1.0
@@ -141,7 +142,7 @@ class Launch:
             aside = ", ".join(f"{count} rows of {name}" for name, count in lost.items() if count)
             self._say(f"resuming after step {resume.state.step}" + (f"; written since and put aside: {aside}" if aside else ""))
             self._say_what_changed(resume.config)
-        (self.run_directory / "config.json").write_text(configuration.to_json(self.config) + "\n")
+        write_settings(self.run_directory, self.config)
         self._say(f"{self.config.recipe}: run directory {self.run_directory}")
         if self.job.notice:
             self._say(self.job.notice)
@@ -185,7 +186,7 @@ class Launch:
         address = store.get("controller").decode()
         self.control = ControlThread(address, self.rank, timeouts, self._show, self.controller, self._overdue)
         self.control.start()
-        self.control.send(Hello(rank=self.rank, pid=os.getpid(), host=socket.gethostname(), roles=layout.roles(self.rank)))
+        self.control.send(Hello(rank=self.rank, pid=os.getpid(), host=node(), roles=layout.roles(self.rank)))
         parts = self._parts(store)
         length = parts.engine.max_model_len if parts.engine is not None else 0
         pulls = f"{parts.pulls.host}:{parts.pulls.port}" if parts.pulls is not None else ""
@@ -300,14 +301,15 @@ class Launch:
                     self._say(line)
 
     def _draw_curves(self, path: Path) -> None:
-        rows = read_jsonl(path) if self.rank == 0 and path.exists() else []
-        if rows:
+        if self.rank or not path.exists():
+            return
+        try:
             from pearl.metrics.plot import plot_run
 
-            try:
+            if rows := read_jsonl(path):
                 plot_run(rows, self.run_directory / "reward.png", title=self.run_directory.name)
-            except OSError as error:  # the run itself is done and saved
-                self._say(f"reward.png could not be written: {error}")
+        except Exception as error:  # whatever it is: the run itself is done and saved
+            self._say(f"reward.png could not be written: {error}")
 
     # ------------------------------------------------------------------------------------------------- words
 
@@ -316,7 +318,11 @@ class Launch:
         resume = self.job.resume
         if resume is None or not (resume.run / "metrics.jsonl").exists():
             return []
-        return [row for row in read_jsonl(resume.run / "metrics.jsonl") if row["step"] <= resume.state.step]
+        try:
+            rows = read_jsonl(resume.run / "metrics.jsonl")
+        except msgspec.MsgspecError:  # a damaged line, which is put aside when the run is rewound; the display does without
+            return []
+        return [row for row in rows if row["step"] <= resume.state.step]
 
     def _say_what_changed(self, before: Config) -> None:
         """The choices that depend on the number of ranks, where a resumed run makes other ones than it did."""
@@ -355,11 +361,13 @@ class Launch:
         self._log(text)
 
     def _log(self, text: str) -> None:
+        """What cannot be written (a full disk) is lost: people must hear of it, and the job end in order, all the same."""
         if text and self.run_directory != Path():
             path = self.run_directory / "logs" / f"rank{self.rank}.log"
-            path.parent.mkdir(exist_ok=True)
-            with path.open("a") as log:
-                log.write(f"{datetime.datetime.now():%H:%M:%S} {text}\n")
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(exist_ok=True)
+                with path.open("a") as log:
+                    log.write(f"{datetime.datetime.now():%H:%M:%S} {text}\n")
 
 
 def make_run_directory(config: Config) -> Path:

@@ -44,14 +44,21 @@ class SnapshotWriter(RankPublisher):
     def __init__(self, trainer: Source, snapshot: Snapshot, *, timeout_s: float = 600.0) -> None:
         """`timeout_s`: the longest wait for an engine that still reads the version before the last."""
         self._trainer, self._snapshot, self.timeout_s = trainer, snapshot, timeout_s
+        self._tensors: Iterable[tuple[str, Tensor]] | None = None
+
+    def begin(self, version: int) -> None:
+        super().begin(version)
+        self._tensors = None
 
     def poll(self) -> Metrics | None:
-        tensors: Iterable[tuple[str, Tensor]] = self._trainer.named_hf_tensors()
-        if len(self._snapshot.plan.buckets) == 1:
-            tensors = list(tensors)  # so small a model is there as a whole at no cost, and then written in one call
-        if not self._snapshot.write(tensors, self.version, wait_s=0.0):
+        if self._tensors is None:  # once: several training ranks go through them together
+            self._tensors = self._trainer.named_hf_tensors()
+            if len(self._snapshot.plan.buckets) == 1:
+                self._tensors = list(self._tensors)  # so small a model is there as a whole at no cost, and written in one call
+        if not self._snapshot.write(self._tensors, self.version, wait_s=0.0):
             _check_patience(self._began, self.timeout_s, f"version {self.version}", SLOW_ENGINES)
             return None
+        self._tensors = None
         return self._metrics(self._snapshot.plan.slot_bytes, 0.0)
 
 

@@ -9,12 +9,16 @@ model becomes part of the page. Torch-free.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from pearl import config as configuration
 from pearl.config import Config
@@ -28,6 +32,8 @@ from pearl.rl.report_style import STYLE
 
 MOST_SPANS = 3000
 """The timeline shows the last so many spans: a page must open in a second."""
+LATE = 200
+"""So many of the last episodes are the late ones."""
 MOST_TOKENS = 600
 """So many tokens of a sample trajectory are shown."""
 COLOURS = {"TrainStep": 1, "engine steps": 0, "Publish": 2, "Checkpoint": 3, "Export": 4, "SetReference": 5}
@@ -41,7 +47,6 @@ def page(run: Path) -> str:
     """The whole page. ValueError if `run` holds no run that has made a step."""
     rows = _rows(run)
     config = _config(run)
-    episodes = read_jsonl(run / "trajectories.jsonl") if (run / "trajectories.jsonl").exists() else []
     steps = [int(row["step"]) for row in rows]
     parts = [
         f"<h1>{escape(run.resolve().name)}</h1>",
@@ -55,7 +60,7 @@ def page(run: Path) -> str:
         "<h2>Staleness and agreement</h2>",
         _figures(_agreement(rows, steps)),
         "<h2>Sample trajectories</h2>",
-        _trajectories(run, config, episodes),
+        _trajectories(run, config, _episodes(run / "trajectories.jsonl")),
         "<h2>Settings that differ from the defaults</h2>",
         _settings(config),
     ]
@@ -70,6 +75,15 @@ def _rows(run: Path) -> list[Row]:
     if not rows:
         raise ValueError(f"{run}: no run that has made a step (metrics.jsonl is {'empty' if path.is_file() else 'not there'})")
     return [rows[step] for step in sorted(rows)]
+
+
+def _episodes(path: Path) -> Iterator[Row]:
+    """One at a time: all those of a long run are more than memory has room for. A line that is no row is left out."""
+    if path.is_file():
+        with path.open("rb") as file:
+            for line in file:
+                with contextlib.suppress(msgspec.MsgspecError):
+                    yield msgspec.json.decode(line, type=dict)
 
 
 def _changes(run: Path) -> list[Row]:
@@ -196,13 +210,19 @@ def _timeline(run: Path) -> str:
 # ------------------------------------------------------------------------------------------------------- trajectories
 
 
-def chosen(episodes: list[Row]) -> list[tuple[str, Row]]:
+def chosen(episodes: Iterable[Row]) -> list[tuple[str, Row]]:
     """A few episodes that say much: the first, one that failed, the last losses and successes, the longest of the last."""
-    train = [episode for episode in episodes if episode.get("outcome") == "done" and episode.get("token_ids")]
-    late = train[-200:]
+    first: list[Row] = []
+    failed: list[Row] = []
+    late: deque[Row] = deque(maxlen=LATE)
+    for episode in episodes:
+        if episode.get("outcome") == "done" and episode.get("token_ids"):
+            first = first or [episode]
+            late.append(episode)
+        elif episode.get("outcome") == "failed":
+            failed = [episode]
     wins, losses = [[episode for episode in late if bool(episode.get("success")) is kind] for kind in (True, False)]
-    failed = [episode for episode in episodes if episode.get("outcome") == "failed"]
-    picks = [("the first", train[:1]), ("a late success", wins[-1:]), ("a late miss", losses[-1:]), ("failed", failed[-1:])]
+    picks = [("the first", first), ("a late success", wins[-1:]), ("a late miss", losses[-1:]), ("failed", failed)]
     if late:
         picks.append(("the longest of the late ones", [max(late, key=lambda episode: len(episode["token_ids"]))]))
     seen: dict[str, tuple[str, Row]] = {}
@@ -212,7 +232,7 @@ def chosen(episodes: list[Row]) -> list[tuple[str, Row]]:
     return list(seen.values())
 
 
-def _trajectories(run: Path, config: Config | None, episodes: list[Row]) -> str:
+def _trajectories(run: Path, config: Config | None, episodes: Iterable[Row]) -> str:
     tokenizer = _tokenizer(run, config)
     parts = [_trajectory(title, episode, tokenizer) for title, episode in chosen(episodes)]
     legend = (

@@ -21,14 +21,24 @@ import msgspec
 from pearl import config as configuration
 from pearl.config import Config
 from pearl.metrics.jsonl import rewind_rows
-from pearl.rl.checkpoint_folder import CheckpointFolder, Skipped, load
+from pearl.rl.algorithms import algorithm_of
+from pearl.rl.checkpoint_folder import TRAINER_FACTS, TRAINER_FOLDER, CheckpointFolder, Skipped, load
 from pearl.rl.controller_state import ControllerState
 
 LOCK_FILE = "run.lock"
+SETTINGS_FILE = "config.json"
 ROW_FILES = ("metrics.jsonl", "trajectories.jsonl", "transitions.jsonl")
 
 FIXED = ("seed", "rollout_batch_size", "group_size", "model", "env.name", "env.options")
 """What a resumed run cannot change: which groups were started, and what they played, depends on it."""
+
+
+class _Trained(msgspec.Struct, frozen=True, kw_only=True):
+    """What settings have to fit, of the facts in a trainer's state (`trainer_state.Facts`)."""
+
+    reference: bool
+    value_head: bool = False
+    train_layers: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +62,7 @@ def open_run(run_dir: str | Path) -> ResumePoint:
     if not run.is_dir():
         raise ValueError(f"resume={str(run)!r}: no such directory{_runs_beside(run)}")
     try:
-        config = configuration.from_json((run / "config.json").read_bytes())
+        config = configuration.from_json((run / SETTINGS_FILE).read_bytes())
     except OSError as error:
         raise ValueError(f"resume={str(run)!r}: not a run, config.json cannot be read ({error.strerror})") from None
     except (msgspec.MsgspecError, ValueError) as error:
@@ -64,7 +74,8 @@ def open_run(run_dir: str | Path) -> ResumePoint:
 
 
 def check_settings(point: ResumePoint, config: Config) -> None:
-    """ValueError if `config` (the run's own, overridden) cannot go on from `point`: a `FIXED` setting differs, no step left."""
+    """ValueError if `config` (the run's own, overridden) cannot go on from `point`: a `FIXED` setting differs, no step left, or
+    the trainer's state is none that it could train on."""
     for name in FIXED:
         was, now = _setting(point.config, name), _setting(config, name)
         if was != now:
@@ -72,6 +83,37 @@ def check_settings(point: ResumePoint, config: Config) -> None:
     if config.max_steps <= point.state.step:
         more = f"set more to go on, e.g. --set max_steps={2 * point.state.step}"
         raise ValueError(f"max_steps={config.max_steps}: {point.checkpoint.name} has trained them all; {more}")
+    _check_trained(point, config)
+
+
+def _check_trained(point: ResumePoint, config: Config) -> None:
+    """A state that cannot be read is left to the trainer, which says what is wrong with it."""
+    try:
+        held = msgspec.json.decode((point.checkpoint / TRAINER_FOLDER / TRAINER_FACTS).read_bytes(), type=_Trained)
+    except (OSError, msgspec.MsgspecError):
+        return
+    if config.algorithm.kl_coef > 0 and not held.reference:
+        raise ValueError(
+            f"algorithm.kl_coef={config.algorithm.kl_coef}: must be 0, {point.checkpoint.name} holds no reference policy to "
+            "measure from; start a new run to change it"
+        )
+    if algorithm_of(config.algorithm).shares_trunk != held.value_head:
+        with_it = "with" if held.value_head else "without"
+        name, critic = config.algorithm.name, config.algorithm.critic
+        raise ValueError(f"algorithm.critic={critic}: name={name} cannot go on from a policy {with_it} a value head")
+    layers, before = config.trainer.train_layers, held.train_layers
+    if before not in (None, layers or 0):
+        raise ValueError(f"trainer.train_layers={layers}: a resumed run keeps its trainer.train_layers={before or None}")
+
+
+def write_settings(run: Path, config: Config) -> None:
+    """Makes `config` the run's settings, in one instant: others may be reading those before, and a full disk loses neither."""
+    aside = run / f".{SETTINGS_FILE}.new"
+    with aside.open("w") as file:
+        file.write(configuration.to_json(config) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(run / SETTINGS_FILE)
 
 
 def rewind_run(run_dir: str | Path, step: int) -> dict[str, int]:

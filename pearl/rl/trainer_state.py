@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pearl.engine.comm.communicator import Communicator
+from pearl.rl.checkpoint_folder import TRAINER_FACTS as FACTS
 
-FACTS = "trainer.json"
 INDEX = ".metadata"
 """The index that torch.distributed.checkpoint writes: which file holds which rows of which tensor."""
 

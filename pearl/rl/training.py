@@ -8,6 +8,7 @@ books of the buffer add up after every step; a step's row is on disk before the 
 from __future__ import annotations
 
 import random
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from pearl.protocol import Checkpoint, Done, Export, Publish, Restore, Serve, Se
 from pearl.rl.algorithms import algorithm_of
 from pearl.rl.best_policy import BestPolicy
 from pearl.rl.buffer import Buffer
-from pearl.rl.checkpoint_folder import CheckpointFolder, load
+from pearl.rl.checkpoint_folder import TRAINER_FOLDER, CheckpointFolder, load
 from pearl.rl.cluster import Cluster
 from pearl.rl.collector import Collector
 from pearl.rl.controller_state import capture, restore
@@ -37,9 +38,6 @@ from pearl.sched.admission import Admission
 
 EVAL_SEEDS = 1_000_000_000
 """Environment seeds from here on are for evaluation; training never reaches them."""
-
-TRAINER_FOLDER = "trainer"
-"""The part of a checkpoint that the training ranks write."""
 
 FAILURES_IN_A_ROW = 64
 """So many failed trajectories (or a whole batch of them, if that is more) with no other in between end the run: an
@@ -99,6 +97,7 @@ class TrainingRun:
         self._record_step = 1
         self._version = 0
         self._failed_in_a_row = 0
+        self._breathed = driver.clock.now()
         self._admitting = False
 
     # ------------------------------------------------------------------------------------------------- the order
@@ -135,7 +134,7 @@ class TrainingRun:
                 self._save()
             if step < config.max_steps:
                 self._release()
-            self._record_step = step + 1  # not before: what a checkpoint of this step holds must survive a rewind to it
+            self._record_step = step + 1
         self._admitting = False
         self.admit()  # files what has ended since the last batch was complete
         self._train_command(lambda number: Export(number=number, path=str(self._driver.run / "policy")))
@@ -202,26 +201,37 @@ class TrainingRun:
             successes=self._successes,
             counters=self._collector.counts,
         )
-        self._checkpoints.commit(self._step, state)
+        self._record_step = self._step + 1  # not before: what a checkpoint holds must survive a rewind to its step
+        written = self._checkpoints.committing(self._step, state)
+        wait([written], self.config.timeouts.silence_s / 3)  # as a rule it is quick
+        self._driver.wait_for(written.done, "timeouts.command_s", "the checkpoint to be on disk")
+        written.result()
 
     def _warm_up(self) -> None:
-        options = self.config.warmup
+        options, env = self.config.warmup, self.config.env
         if not options.steps:
             return
-        rng = random.Random(self.config.seed)
+        rng, limits = random.Random(self.config.seed), {"max_turns": env.max_turns, "max_model_len": self._max_model_len}
         metrics: dict[str, Any] = {}
         for step in range(1, options.steps + 1):
             sequences = warmup_sequences(
-                lambda: environments.make(self.config.env.name, **environments.constructor_options(self.config.env)),
+                lambda: environments.make(env.name, **environments.constructor_options(env)),
                 self._tokenizer,
                 options.episodes,
                 rng,
-                max_turns=self.config.env.max_turns,
-                max_model_len=self._max_model_len,
+                between=self._breathe,
+                **limits,
             )
             metrics = self._train_step(step, "sft", sequences, len(sequences)).metrics
             if step % 10 == 0 or step == options.steps:
                 self._driver.notice(f"warm-up {step:>3}/{options.steps}  loss {metrics['loss']:.3f}")
+
+    def _breathe(self) -> None:
+        """Lets the loop turn in the middle of long work, now and then: ranks take a controller that says nothing for dead."""
+        if self._driver.clock.now() - self._breathed >= self.config.timeouts.heartbeat_s:
+            turned = iter((False, True))
+            self._driver.wait_for(lambda: next(turned), "timeouts.command_s", "examples to be played")
+            self._breathed = self._driver.clock.now()
 
     def _collect(self) -> list[Group]:
         needed = self._admission.groups_per_batch

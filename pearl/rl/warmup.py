@@ -32,17 +32,19 @@ def warmup_sequences(
     *,
     max_turns: int,
     max_model_len: int,
+    between: Callable[[], None] = lambda: None,
 ) -> list[TrainSequence]:
     """`count` episodes of random valid actions; reward 0, group -1, no log-probs or versions.
 
-    Another episode is played for one in which the environment raises. ValueError if it does so FAILURES_IN_A_ROW times, if it
-    offers no `random_valid_action`, or if not even one turn fits in `max_model_len` tokens.
+    Another episode is played for one in which the environment raises. `between` is called before each turn. ValueError if the
+    environment raises FAILURES_IN_A_ROW times, if it offers no `random_valid_action`, or if not even one turn fits in
+    `max_model_len` tokens.
     """
     sequences: list[TrainSequence] = []
     failed = 0
     while len(sequences) < count:
         try:
-            sequences.append(_episode(make_env, tokenizer, rng, max_turns, max_model_len))
+            sequences.append(_episode(make_env, tokenizer, rng, max_turns, max_model_len, between))
             failed = 0
         except _EpisodeFailed as failure:
             failed += 1
@@ -62,19 +64,29 @@ def _theirs() -> Iterator[None]:
 
 
 def _episode(
-    make_env: Callable[[], Environment], tokenizer: ChatTokenizer, rng: random.Random, max_turns: int, max_model_len: int
+    make_env: Callable[[], Environment],
+    tokenizer: ChatTokenizer,
+    rng: random.Random,
+    max_turns: int,
+    max_model_len: int,
+    between: Callable[[], None],
 ) -> TrainSequence:
     with _theirs():
         environment = make_env()
     try:
-        return _played(environment, tokenizer, rng, max_turns, max_model_len)
+        return _played(environment, tokenizer, rng, max_turns, max_model_len, between)
     finally:
         with contextlib.suppress(Exception, SystemExit):  # the episode itself is whole
             getattr(environment, "close", lambda: None)()
 
 
 def _played(
-    environment: Any, tokenizer: ChatTokenizer, rng: random.Random, max_turns: int, max_model_len: int
+    environment: Any,
+    tokenizer: ChatTokenizer,
+    rng: random.Random,
+    max_turns: int,
+    max_model_len: int,
+    between: Callable[[], None],
 ) -> TrainSequence:
     player = random_player(environment)
     with _theirs():
@@ -82,6 +94,7 @@ def _played(
     ids = list(tokenizer.chat_start(opening(system_prompt_of(environment), observation, example_of(environment))))
     mask = [0] * len(ids)
     for turn in range(max_turns):
+        between()
         with _theirs():
             action = player(rng)
         sampled = [*tokenizer.encode(action), tokenizer.end_of_turn_id]

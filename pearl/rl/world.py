@@ -33,6 +33,9 @@ from pearl.rl.trainer import Trainer
 from pearl.rl.waking import Fetcher
 from pearl.rl.weight_check import CheckedPublisher
 
+ELSEWHERE = "198.51.100.1"
+"""An address of no machine (RFC 5737, TEST-NET-2): the way to it is that to any other machine."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
@@ -156,11 +159,7 @@ def _pull_host(config: Config, several: bool) -> str:
         return own
     if host not in ("0.0.0.0", "*"):
         return host
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError as error:  # a machine that does not know its own name
-        unknown = f"name an address, this machine's is not known ({error})"
-        raise ValueError(f"elastic.listen={config.elastic.listen!r}: {unknown}") from None
+    return _address_towards(ELSEWHERE)  # its own name would not do: many machines know it as one of the loopback's, 127.0.1.1
 
 
 def _dormant(engine: Engine, workers: str) -> Engine | None:
@@ -176,11 +175,16 @@ def _dormant(engine: Engine, workers: str) -> Engine | None:
 
 def own_address() -> str:
     """The address of this machine that the ranks of others reach, as the way to the meeting point shows."""
+    return _address_towards(os.environ.get("MASTER_ADDR", LOCAL))
+
+
+def _address_towards(host: str) -> str:
+    """The address that `host` would see of this machine."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent: it only chooses the way
-            probe.connect((os.environ.get("MASTER_ADDR", LOCAL), 9))
+            probe.connect((host, 9))
             return str(probe.getsockname()[0])
-    except OSError:  # a name that cannot be resolved here
+    except OSError:  # a name that cannot be resolved here, or there is no way to anywhere
         return LOCAL
 
 

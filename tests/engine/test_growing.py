@@ -389,8 +389,9 @@ def test_a_receiver_that_cannot_read_along_says_so_and_costs_nothing(folder: Pat
             pair.d.read_along(transfer, "carrier pigeon"),
             pair.d.read_along(nowhere(transfer, source=nowhere(transfer.source, addresses={}))),
             pair.d.read_along(nowhere(transfer, layout=nowhere(transfer.layout, block_size=8))),
+            pair.d.read_along(nowhere(transfer, blocks=transfer.blocks[:-1])),
         ]
     )
     pair.start(hf_models.prompt(PROMPT))
     assert_greedy(pair.run()["r", 0], 8)
-    assert answers == [False] * 3 and pair.moved == [("r", True)]
+    assert answers == [False] * 4 and pair.moved == [("r", True)]

@@ -469,7 +469,10 @@ def test_what_can_never_be_taken_in_is_refused_by_name(folder: Path, settings: d
     [
         ({"num_written_tokens": 21}, {}, "KV of 21 of its 21 tokens"),
         ({"num_written_tokens": -1}, {}, "KV of -1"),
-        ({"blocks": [0, -9]}, {}, r"blocks \[0, -9\]"),
+        ({"blocks": [0, -9]}, {}, r"blocks \[0, -9\] of a pool of 100"),
+        ({"blocks": [0, 1, 2, 3, 100]}, {}, r"blocks \[0, 1, 2, 3, 100\] of a pool of 100"),
+        ({"blocks": []}, {}, "KV of 20 tokens in 0 blocks of 4"),
+        ({"blocks": [0, 1, 2, 3]}, {}, "KV of 20 tokens in 4 blocks of 4"),
         ({"deadline": math.nan}, {}, "deadline=nan"),
         ({"request_id": "s"}, {}, "'r': the transfer of it is one of request 's'"),
         ({}, {"num_prompt_tokens": 22}, "21 tokens with a prompt of 22"),

@@ -154,6 +154,17 @@ def test_memory_that_the_sender_gave_back_reads_as_zeros_and_does_not_count() ->
         assert not target.tensor[:, :, [0, 3]].any()
 
 
+def test_a_plan_of_blocks_that_the_source_lacks_loses_its_transfer() -> None:
+    source, target = make_pool(layout(), 6, 1), make_pool(layout(), 6, None)
+    transfer = offer(source, [4, 1], sender := HostTransport())
+    elsewhere = msgspec.structs.replace(transfer, blocks=[10**6, 1])
+    ticket = HostTransport().begin(plan_of(elsewhere, target, [0, 3]), transfer, target)
+    for _ in range(2):
+        with pytest.raises(TransferError, match="1000000"):
+            ticket.done()
+    assert not (target.tensor != 1).any() and sender.address(source)
+
+
 @pytest.mark.parametrize("field", ["dtype", "block_size", "num_layers", "head_dim", "order"])
 def test_a_pool_of_another_layout_is_refused_by_its_field(field: str) -> None:
     other = {"dtype": "float16", "block_size": 8, "num_layers": 2, "head_dim": 4, "order": "pairs"}[field]

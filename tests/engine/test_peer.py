@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from pearl.engine.migration import gloo, nccl, peer_source
 from pearl.engine.migration.gloo import GlooTransport
 from pearl.engine.migration.peer import PeerTransport
 from pearl.engine.migration.peer_link import Coming, Link, LinkError
-from pearl.engine.migration.peer_receiver import Due, PeerTicket
+from pearl.engine.migration.peer_receiver import Due, PeerReceiver, PeerTicket
 from pearl.engine.migration.planner import CopyPart, CopyPlan
 from pearl.engine.migration.transport import Pool, Ticket, TransferError, choose
 from pearl.kv_transfer import KVTransfer
@@ -354,6 +355,46 @@ def test_another_machine_is_told_that_this_one_gives_to_itself_only(ends: Ends) 
         choose("auto", [ends[1]], far, target)
 
 
+def test_whatever_goes_wrong_costs_what_was_asked_for_and_nothing_that_is_asked_next(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = ends
+    source, target = make_pool(layout(), 6, 1), make_pool(layout(), 6, None)
+    transfer = offer(source, [4, 1], sender)
+    plan, take = plan_of(transfer, target, [0, 3]), PeerReceiver._take
+
+    def fail(*_: object) -> None:
+        monkeypatch.setattr(PeerReceiver, "_take", take)
+        raise MemoryError
+
+    monkeypatch.setattr(PeerReceiver, "_take", fail)
+    assert "MemoryError" in failure(receiver.begin(plan, transfer, target), 4)
+    wait(receiver.begin(plan, transfer, target))
+    assert torch.equal(bits(target.tensor[:, :, [0, 3]]), bits(source.tensor[:, :, [4, 1]]))
+
+
+def test_a_receiver_for_which_no_thread_is_to_be_had_loses_its_transfer_and_the_next_comes(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refused = threading.Thread.start, []
+
+    def once(thread: threading.Thread) -> None:
+        if thread.name == "kv receiver" and not refused and threading.current_thread().name == "kv source":
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", once)
+    sender, receiver = ends
+    source, target = make_pool(layout(), 6, 1), make_pool(layout(), 6, None)
+    transfer = offer(source, [4, 1], sender)
+    plan = plan_of(transfer, target, [0, 3])
+    assert failure(receiver.begin(plan, transfer, target), 4)
+    assert problems(sender) == ["can't start new thread"]
+    wait(receiver.begin(plan, transfer, target))
+    assert torch.equal(bits(target.tensor[:, :, [0, 3]]), bits(source.tensor[:, :, [4, 1]]))
+
+
 def test_nothing_answers_before_the_first_offer(ends: Ends) -> None:
     pool = make_pool(layout(), 6, 1)
     sender, receiver = ends
@@ -490,7 +531,10 @@ def test_a_byte_comes_once_and_only_if_it_was_asked_for() -> None:
 
     due = Due(CopyPlan(parts=(part((0, 3), (7, 8), (1, 2)),), num_bytes=0))
     due.take(part((0, 2), (7,), (1,)))
-    for wrong in (part((1, 2), (7,), (1,)), part((0, 1), (8,), (1,)), part((2, 4), (8,), (2,)), part((0, 1), (9,), (3,))):
+    heaven = 2**62  # so many layers, as bits, are more than memory has room for
+    wrongs = [part((1, 2), (7,), (1,)), part((0, 1), (8,), (1,)), part((2, 4), (8,), (2,)), part((0, 1), (9,), (3,))]
+    wrongs += [part(layers, (8,), (2,)) for layers in ((0, heaven), (heaven, heaven + 1), (1, 1), (2, 1), (-1, 1))]
+    for wrong in wrongs:
         with pytest.raises(LinkError, match="came without being due"):
             due.take(wrong)
     due.take(part((2, 3), (7,), (1,)))

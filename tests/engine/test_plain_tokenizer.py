@@ -9,6 +9,8 @@ import pytest
 import tiny_tokenizers as tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 from pearl.engine.plain_tokenizer import Joint, PlainTokenizer
 from pearl.engine.tokenizer import Tokenizer
@@ -87,3 +89,25 @@ def test_no_merge_is_left_out_by_chance() -> None:
 def test_what_is_no_tokenizer_is_refused() -> None:
     with pytest.raises(ValueError, match="is no tokenizer"):
         PlainTokenizer.from_json("{}")
+
+
+def in_vocabulary(special: str) -> PlainTokenizer:
+    """A tokenizer whose model itself makes the special token of a word."""
+    words = Backend(models.WordLevel({special: 0, "a": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens([AddedToken(special, special=True, normalized=False)])
+    return PlainTokenizer(words)
+
+
+def test_text_that_spells_a_special_token_very_often_is_text() -> None:
+    tokenizer = in_vocabulary("<s>")
+    for count in (1, 2, 5000):
+        ids = tokenizer.encode("a <s> " * count)
+        assert 0 not in ids and ids.count(1) == count
+
+
+def test_a_special_token_of_one_character_cannot_be_text() -> None:
+    tokenizer = in_vocabulary("S")
+    assert tokenizer.encode("a a") == [1, 1]
+    with pytest.raises(ValueError, match="makes a special token of it"):
+        tokenizer.encode("a S a")

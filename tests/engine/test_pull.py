@@ -277,6 +277,21 @@ def test_who_talks_nonsense_or_nothing_costs_nobody_else(server: PullServer) -> 
     noisy.close()
 
 
+def test_who_comes_when_no_thread_is_to_be_had_is_sent_away_and_the_next_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, refused = threading.Thread.start, []
+
+    def once(thread: threading.Thread) -> None:
+        if thread.name == "pull receiver" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", once)
+    with closing(serve(written(3))) as server, closing(Conversation.begin(server.host, server.port, TIMEOUT_S)) as first:
+        until(first.gone, "the first to be sent away")
+        assert get(new_snapshot(), server).version == 3
+
+
 def test_who_comes_to_a_generation_that_is_over_is_refused(server: PullServer) -> None:
     assert get(new_snapshot(), server).version == 3
     conversation = Conversation.begin(server.host, server.port, TIMEOUT_S)

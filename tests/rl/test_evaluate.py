@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from pearl import config as configuration
-from pearl.config import Config, EngineConfig, EnvOptions, ModelOptions, RolloutOptions, resolve
+from pearl.config import ClusterOptions, Config, EngineConfig, EnvOptions, ModelOptions, RolloutOptions, resolve
 from pearl.rl import fresh_model
 from pearl.rl.envs.hi_lo import HiLo
 from pearl.rl.evaluate import evaluate, main, subject_of, summary, table
@@ -62,6 +64,15 @@ def played(path: Path) -> list[list[int]]:
     with subject_of(path) as subject:
         assert subject.config.env.name == "hi_lo" and subject.config.rollout.max_tokens == 4
         return [trajectory.token_ids for trajectory in evaluate(subject.config, range(EVAL_SEEDS, EVAL_SEEDS + 6), 0.5)]
+
+
+def test_a_checkpoint_of_a_run_on_many_ranks_is_evaluated_on_one(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "wide"
+    shutil.copytree(run, folder)
+    config = configuration.from_json((run / "config.json").read_bytes())
+    wide = dataclasses.replace(config, chosen=(), max_staleness=1, cluster=ClusterOptions(train_ranks=2))
+    (folder / "config.json").write_text(configuration.to_json(wide))
+    assert played(folder / "checkpoints" / "step_000003") == played(run)
 
 
 def test_a_checkpoint_plays_as_the_policy_that_was_exported_from_it(run: Path) -> None:

@@ -46,6 +46,20 @@ def test_who_does_not_see_the_model_s_folder_has_the_files_that_were_sent(tmp_pa
     (tmp_path / "config.json").write_text("{}")
     with model_folder(joined) as folder:
         assert folder == tmp_path
+    with pytest.raises(ValueError, match="of an engine"), model_folder(joined):
+        raise ValueError("of an engine")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_folder_of_the_same_name_may_be_another_model_s(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text('{"rope_theta": 10000.0}')
+    files = {"config.json": '{"rope_theta": 10000.0}'} | {name: '{"rope_theta": 1000000.0}'}
+    joined = Joined(rank=3, config="{}", model_folder=str(tmp_path), weight_version=0, files=files)
+    with model_folder(joined) as folder:
+        assert folder != tmp_path and (folder / name).read_text() == files[name]
+    (tmp_path / name).write_text(files[name])
+    with model_folder(joined) as folder:
+        assert folder == tmp_path
 
 
 class Doors:

@@ -143,6 +143,31 @@ def test_a_slow_engine_is_waited_for_so_long_and_never_written_under(model: Path
     leases[1].check()
 
 
+@pytest.mark.parametrize("bucket_bytes", [1 << 12, 8 << 20], ids=["buckets", "one bucket"])
+def test_a_version_that_has_to_wait_is_gathered_once(model: Path, bucket_bytes: int) -> None:
+    """Each time would be a collective of all training ranks, which take part in one."""
+    trainer, _, _, _ = parts(model, torch.float32, 0)
+    snapshot = Snapshot(from_folder(model), torch.float32, bucket_bytes=bucket_bytes)
+    writer, reader, gathered = SnapshotWriter(trainer, snapshot), snapshot.reader(), []
+    tensors = trainer.named_hf_tensors
+
+    def counted() -> Iterator[tuple[str, Tensor]]:
+        gathered.append(writer.version)
+        yield from tensors()
+
+    trainer.named_hf_tensors = counted  # type: ignore[method-assign]
+    held = []
+    for version in range(2):
+        writer.begin(version)
+        assert writer.poll() is not None
+        held.append(reader.lease(version))
+    writer.begin(2)
+    assert [writer.poll(), writer.poll(), writer.poll()] == [None] * 3
+    held[0].close()
+    assert writer.poll() is not None and snapshot.versions == (1, 2)
+    assert gathered == [0, 1, 2]
+
+
 def test_a_version_that_does_not_come_is_waited_for_so_long(model: Path) -> None:
     _, _, [engine], [reader] = parts(model, torch.float32, 1)
     taker = SnapshotTaker(engine, reader, timeout_s=0.05)

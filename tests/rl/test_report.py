@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
@@ -121,6 +122,23 @@ def test_it_does_without_what_is_not_there(run: Path) -> None:
 def test_without_a_tokenizer_the_words_are_shown(run: Path) -> None:
     (run / "policy" / "tokenizer.json").unlink()
     assert "&lt;script&gt;alert(1)" in page(run)
+
+
+def test_a_long_run_is_more_than_memory_has_room_for(run: Path) -> None:
+    row = {"outcome": "done", "token_ids": [7] * 2000, "loss_mask": [1] * 2000, "logprobs": [-0.25] * 2000, "success": True}
+    with (run / "trajectories.jsonl").open("w") as file:
+        for number in range(1500):
+            file.write(json.dumps(row | {"trajectory_id": f"{number}-0", "step": number}) + "\n")
+        file.write('{"half of a ro')
+    size = (run / "trajectories.jsonl").stat().st_size
+    tracemalloc.start()
+    try:
+        text = page(run)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert "1499-0" in text and "0-0" in text
+    assert peak < size, f"{peak} bytes for a file of {size}"
 
 
 def test_episodes_are_chosen_once_each() -> None:

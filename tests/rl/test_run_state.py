@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from pearl import config as configuration
-from pearl.config import Config
+from pearl.config import AlgorithmOptions, Config, TrainerOptions
 from pearl.metrics.jsonl import JsonlWriter, read_jsonl
 from pearl.rl.buffer import Buffer
 from pearl.rl.checkpoint_folder import MARKER, CheckpointFolder
 from pearl.rl.controller_state import ControllerState, capture, restore
-from pearl.rl.run_state import ROW_FILES, RunLock, check_settings, how_to_go_on, open_run, rewind_run
+from pearl.rl.run_state import ROW_FILES, RunLock, check_settings, how_to_go_on, open_run, rewind_run, write_settings
 
 CONFIG = Config(recipe="quickstart", seed=3, max_steps=10, save_steps=2)
 
@@ -114,6 +117,49 @@ def test_settings_that_a_resumed_run_keeps(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             check_settings(point, config)
+
+
+def test_what_the_trainers_state_cannot_become_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    point = open_run(make_run(tmp_path / "run", 4))
+    measured = dataclasses.replace(CONFIG, algorithm=AlgorithmOptions(kl_coef=0.1))
+    check_settings(point, measured)  # no state that says otherwise
+    facts = {"version": 1, "dtype": "float32", "shapes": {}, "policy_steps": 4, "updates": {"policy": 4}}
+
+    def held(**more: Any) -> None:
+        (point.checkpoint / "trainer").mkdir(exist_ok=True)
+        (point.checkpoint / "trainer" / "trainer.json").write_bytes(msgspec.json.encode(facts | more))
+
+    held(reference=False)
+    check_settings(point, CONFIG)
+    with pytest.raises(ValueError, match=r"algorithm.kl_coef=0.1: must be 0, step_000004 holds no reference policy"):
+        check_settings(point, measured)
+    held(reference=True, train_layers=0)
+    check_settings(point, measured)
+    trunk = dataclasses.replace(CONFIG, algorithm=AlgorithmOptions(name="ppo", critic="trunk"))
+    with pytest.raises(ValueError, match="algorithm.critic=trunk: name=ppo cannot go on from a policy without a value head"):
+        check_settings(point, trunk)
+    with pytest.raises(ValueError, match=r"trainer.train_layers=1: a resumed run keeps its trainer.train_layers=None"):
+        check_settings(point, dataclasses.replace(CONFIG, trainer=TrainerOptions(train_layers=1)))
+    held(reference=False, value_head=True, train_layers=1)
+    check_settings(point, dataclasses.replace(trunk, trainer=TrainerOptions(train_layers=1)))
+    with pytest.raises(ValueError, match="critic=own: name=ppo cannot go on from a policy with a value head"):
+        check_settings(point, dataclasses.replace(CONFIG, algorithm=AlgorithmOptions(name="ppo")))
+    with pytest.raises(ValueError, match=r"train_layers=None: a resumed run keeps its trainer.train_layers=1"):
+        check_settings(point, trunk)
+
+
+def test_settings_are_the_old_or_the_new_ones_whatever_the_disk_does(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 4)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError):
+            write_settings(run, dataclasses.replace(CONFIG, max_steps=99))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert open_run(run).config == CONFIG
+    write_settings(run, dataclasses.replace(CONFIG, max_steps=99))
+    assert open_run(run).config.max_steps == 99
 
 
 def test_after_rewind_nothing_is_newer_than_the_step(tmp_path: Path) -> None:

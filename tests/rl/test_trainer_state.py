@@ -13,8 +13,9 @@ from trainer_cases import command, config, folder, sequences
 
 from pearl.config import AlgorithmOptions, TrainerOptions
 from pearl.protocol import TrainStep
+from pearl.rl.checkpoint_folder import TRAINER_FACTS as FACTS
 from pearl.rl.trainer import Trainer
-from pearl.rl.trainer_state import FACTS, StateError
+from pearl.rl.trainer_state import StateError
 
 RATES = {"lr": 0.01, "schedule": "cosine", "warmup_steps": 2, "max_grad_norm": 0.5, "weight_decay": 0.1}
 UPDATES = [[[[0, 1, 2, 3, 4, 5]]], [[[6, 7, 8], [9, 10, 11]]]]

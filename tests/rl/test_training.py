@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from pearl.config import Config, resolve
 from pearl.metrics.jsonl import read_jsonl
 from pearl.overrides import override
 from pearl.protocol import Checkpoint, Command, Done, Export, Publish, Restore, SetReference, TrainStep
+from pearl.rl import training
 from pearl.rl.checkpoint_folder import CheckpointFolder, load
 from pearl.rl.claim import TrainersClaim
 from pearl.rl.layout import JobLayout
@@ -459,6 +462,70 @@ def test_what_ran_at_a_checkpoint_is_counted_and_played_again(tmp_path: Path) ->
     assert second.training.buffer.counts()["dropped_resume"] == len(running)
     assert all(map(books_add_up, second.reports))
     assert second.training.buffer.counts()["trained"] == 32
+
+
+def test_the_loop_goes_on_while_a_checkpoint_goes_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks would take a controller that is at it for as long as a disk may need for dead. What ends meanwhile is not in it."""
+    settings = ("max_staleness=1", "save_steps=1", "max_steps=3", "timeouts.heartbeat_s=0.01", "timeouts.silence_s=0.03")
+    driver = new(tmp_path, *settings, busy=2, length=lambda name: 9)
+    commit, slow, seen = CheckpointFolder.commit, threading.Event(), []
+
+    def commit_slowly(folder: CheckpointFolder, step: int, state: Any) -> Path:
+        assert slow.wait(30), "the loop stood still"
+        return commit(folder, step, state)
+
+    def wait_for(ready: Callable[[], bool], limit: str, what: str, *, renew: Any = None) -> None:
+        if "disk" not in what:
+            return Counting.wait_for(driver, ready, limit, what, renew=renew)
+        running = set(driver.episodes._running)
+        for _ in range(12):
+            driver.turn()
+        seen.append(running - driver.episodes._running.keys())
+        slow.set()
+        wait([written[-1]], 30)
+        assert limit == "timeouts.command_s" and ready()
+        slow.clear()
+
+    written: list[Future] = []
+    committing = CheckpointFolder.committing
+    monkeypatch.setattr(CheckpointFolder, "commit", commit_slowly)
+    monkeypatch.setattr(CheckpointFolder, "committing", lambda *args: written.append(committing(*args)) or written[-1])
+    driver.wait_for = wait_for  # type: ignore[method-assign]
+    driver.training.run()
+    assert len(seen) == 3 and seen[0]
+    filed = {row["trajectory_id"]: row["step"] for row in read_jsonl(tmp_path / "trajectories.jsonl")}
+    assert {filed[name] for name in seen[0]} == {2}
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(CheckpointFolder, "commit", fail)
+    with pytest.raises(OSError, match="No space left"):
+        new(tmp_path, "save_steps=1").training.run()
+
+
+def test_the_loop_turns_while_examples_are_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Environments may be slow; ranks would take a controller that is busy with them for dead."""
+    driver, turns = new(tmp_path, "warmup.steps=2", "max_steps=1"), []
+
+    def sequences(*_: Any, between: Callable[[], None], **limits: Any) -> list:
+        assert limits == {"max_turns": driver.config.env.max_turns, "max_model_len": 64}
+        for _ in range(10):
+            driver.clock.advance(driver.config.timeouts.heartbeat_s / 2)
+            between()
+        return []
+
+    monkeypatch.setattr(training, "warmup_sequences", sequences)
+    turn = driver.turn
+    driver.turn = lambda: (turns.append(driver.clock.now()), turn())  # type: ignore[method-assign]
+    monkeypatch.setattr(driver.training, "_train_step", lambda *_: SimpleNamespace(metrics={"loss": 1.0}))
+    driver.training._warm_up()
+    assert 9 <= len(turns) <= 10
+    assert max(late - soon for soon, late in itertools.pairwise(turns)) <= 2 * driver.config.timeouts.heartbeat_s
 
 
 def test_what_is_too_old_is_dropped_counted_and_replaced(tmp_path: Path) -> None:

@@ -92,10 +92,14 @@ def replayed(seed: int, runs: list[list[int]]) -> Trajectory:
 
 
 def test_the_same_generator_gives_the_same_play() -> None:
+    turns: list[int] = []
+
     def play(seed: int) -> list[TrainSequence]:
-        return warmup_sequences(FrozenLake, TOKENIZER, 5, random.Random(seed), max_turns=8, max_model_len=900)
+        limits = {"max_turns": 8, "max_model_len": 900}
+        return warmup_sequences(FrozenLake, TOKENIZER, 5, random.Random(seed), between=lambda: turns.append(seed), **limits)
 
     assert play(7) == play(7) != play(8)
+    assert turns.count(8) >= sum(len(trained_runs(one.token_ids, one.loss_mask)) for one in play(8)) / 2 > 5
 
 
 def test_sequences_stay_within_the_model() -> None:

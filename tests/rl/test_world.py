@@ -99,3 +99,33 @@ def test_a_serving_rank_waits_for_the_policy_but_not_for_ever(tmp_path: Path) ->
 def test_a_rank_without_any_part_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="must serve"):
         world._publisher(JobLayout(world=2, train_ranks=1), None, None, None, None, 1.0)
+
+
+def test_versions_are_given_where_workers_of_other_machines_can_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all may join, the machine's name would not do: it is often known as an address of the loopback."""
+
+    def host(listen: str, several: bool = False) -> str:
+        elastic = dataclasses.replace(trainer_config().elastic, listen=listen)
+        return world._pull_host(dataclasses.replace(trainer_config(), elastic=elastic), several)
+
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    asked = []
+
+    class Way(socket.socket):
+        def connect(self, address: tuple[str, int]) -> None:
+            asked.append(address[0])
+            if not ways:
+                raise OSError(101, "Network is unreachable")
+
+        def getsockname(self) -> tuple[str, int]:
+            return "10.0.0.5", 1
+
+    ways = True
+    monkeypatch.setattr(socket, "socket", Way)
+    assert host("0.0.0.0:7000") == host("*:7000") == "10.0.0.5" and set(asked) == {world.ELSEWHERE}
+    assert [host(""), host("127.0.0.1:0"), host("localhost:0"), host("10.1.1.1:0")] == [world.LOCAL] * 3 + ["10.1.1.1"]
+    monkeypatch.setenv("MASTER_ADDR", "head")
+    assert host("0.0.0.0:7000", several=True) == "10.0.0.5" and asked[-1] == "head"
+    ways = False
+    assert host("0.0.0.0:7000") == world.LOCAL

@@ -3,7 +3,7 @@
 Owns the framing of messages, the limit on every wait, and how the two become a group (`pairs.py`). It does not know what is
 said: messages are msgspec structs of whoever talks. Invariants: no message is larger than the conversation's limit; a message
 is here, whole, within its timeout, or `ConversationError` is raised, which names what was awaited; the loss of the other end
-shows at once.
+shows at once, that of its machine within two minutes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ import msgspec
 from pearl.engine.comm.pairs import Address, Pair, form_pair
 
 MOST_BYTES = 1 << 16
+KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
+"""Seconds until the kernel asks whether the other end is still there, between two questions, and how many of them: a machine
+that vanishes says no farewell, and whoever waits patiently for its next word would wait for ever."""
 _LENGTH = struct.Struct("!I")
 
 Said = TypeVar("Said", bound=msgspec.Struct)
@@ -37,6 +40,9 @@ class Conversation:
         self._socket, self._most_bytes = connection, most_bytes
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in KEEPALIVE.items():
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
     @staticmethod
     def begin(host: str, port: int, timeout_s: float, most_bytes: int = MOST_BYTES) -> Conversation:

@@ -56,8 +56,11 @@ class Copying:
     def _go_on(self, source: Tensor, words: LeaseWords) -> None:
         block, word = self._transfer.blocks[-1], self._transfer.lease_word
         due = words.is_due(block, word)
-        if not due:
-            self._copy(source, words)
+        try:
+            if not due:
+                self._copy(source, words)
+        except ValueError as error:  # the source's blocks are not what they were said to be
+            return self._end(str(error))
         reason = self._gone()
         if reason is not None:
             self._end(reason)

@@ -126,8 +126,8 @@ class PeerReceiver:
                     return
             try:
                 self._turn(self._connected())
-            except (RuntimeError, ValueError, OSError) as error:
-                self._lose(str(error))
+            except Exception as error:  # whatever it was: what was asked for ends, and what is asked next begins anew
+                self._lose(str(error) or type(error).__name__)
 
     def _turn(self, link: Link) -> None:
         """Asks for what is new, and takes what comes next."""
@@ -217,6 +217,7 @@ class Due:
     def __init__(self, plan: CopyPlan) -> None:
         self._layers: dict[tuple, int] = {}
         """(heads, source block, destination block) -> the layers that are due, as bits."""
+        self._end = max((part.layers[1] for part in plan.parts), default=0)
         for part in plan.parts:
             for key in _keys(part):
                 self._layers[key] = self._layers.get(key, 0) | _bits(part)
@@ -226,6 +227,8 @@ class Due:
 
     def take(self, part: CopyPart) -> None:
         """LinkError if it is not due, or not all of it."""
+        if not 0 <= part.layers[0] < part.layers[1] <= self._end:
+            raise LinkError(f"layers {part.layers} came without being due")
         bits, keys = _bits(part), [*_keys(part)]
         for key in keys:
             left = self._layers.get(key, 0)

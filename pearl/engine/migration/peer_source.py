@@ -78,7 +78,12 @@ class PeerSource:
                 continue
             link = Link(connection, self._timeout_s, self._carrier())
             self._links.add(link)
-            threading.Thread(target=self._converse, args=(link,), daemon=True, name="kv receiver").start()
+            try:
+                threading.Thread(target=self._converse, args=(link,), daemon=True, name="kv receiver").start()
+            except RuntimeError as error:  # no thread is to be had now
+                self._note(error)
+                self._links.discard(link)
+                link.close(settled=False)
 
     def _note(self, error: Exception) -> None:
         self.problems = [*self.problems[-9:], str(error)]

@@ -102,9 +102,13 @@ class PullServer:
                 connection.close()
                 continue
             thread = threading.Thread(target=self._converse, args=(connection,), daemon=True, name="pull receiver")
-            with self._lock:
-                self._threads.add(thread)
-            thread.start()
+            try:
+                with self._lock:
+                    thread.start()
+                    self._threads.add(thread)
+            except RuntimeError:  # no thread is to be had now: this receiver asks again, or another holder
+                self._open.release()
+                connection.close()
 
     def _converse(self, connection: socket.socket) -> None:
         """One receiver, from its first word to its last."""

@@ -26,6 +26,8 @@ from pearl.overrides import override
 from pearl.rl.envs import registry
 from pearl.rl.envs.base import Environment, system_prompt_of
 
+THEIRS = (Exception, SystemExit)
+"""Whatever an environment's own code raises."""
 NONSENSE = ("", "no", "<answer></answer>", "\x00\ud83d\ude00", "a" * 5000)
 
 
@@ -75,7 +77,7 @@ def examine(make: Callable[[], Environment], *, episodes: int, seed: int, max_tu
 
 def _player(environment: Any, report: Report) -> Player:
     chosen = getattr(environment, "random_valid_action", None)
-    _close(environment)
+    _close(environment, report)
     report.player = "random_valid_action" if chosen is not None else "nonsense, it has no random_valid_action"
     if chosen is not None:
         return lambda env, rng: env.random_valid_action(rng)  # type: ignore[attr-defined]
@@ -104,11 +106,11 @@ def _played(
                 break
         if count:
             _enter(report, episode, answer[4])
-    except Exception as error:  # the environment's own code
+    except THEIRS as error:
         report.find(f"raises {type(error).__name__}", f"seed {seed}, turn {len(episode.actions) + 1}: {error}")
         return None
     finally:
-        _close(environment)
+        _close(environment, report)
     return episode
 
 
@@ -123,10 +125,10 @@ def _again(make: Callable[[], Environment], seed: int, report: Report, first: _E
             wrong = next((turn for turn, (now, then) in enumerate(zip(said, first.said, strict=True)) if now != then), None)
             if wrong is not None:
                 report.find(kind, f"seed {seed}, turn {wrong}: {said[wrong]!r:.200} where it was {first.said[wrong]!r:.200}")
-    except Exception as error:
+    except THEIRS as error:
         report.find(f"raises {type(error).__name__} when played again", f"seed {seed}: {error}")
     finally:
-        _close(environment)
+        _close(environment, report)
 
 
 def _nonsense(make: Callable[[], Environment], seed: int, report: Report, max_turns: int) -> None:
@@ -175,8 +177,11 @@ def _timed(report: Report, ask: Callable[[], Any]) -> Any:
     return answer
 
 
-def _close(environment: Any) -> None:
-    getattr(environment, "close", lambda: None)()
+def _close(environment: Any, report: Report) -> None:
+    try:
+        getattr(environment, "close", lambda: None)()
+    except THEIRS as error:
+        report.find(f"raises {type(error).__name__} when closed", str(error))
 
 
 def written(name: str, report: Report, prompt: str) -> str:
@@ -215,11 +220,12 @@ def main(argv: list[str] | None = None) -> int:
         options = registry.constructor_options(override(chosen, [f"env.options.{text}" for text in given.option]).env)
         registry.check(given.name, options)
         environment = registry.make(given.name, **options)
-    except ValueError as error:
-        print(f"pearl.rl.envs.check: error: {error}", file=sys.stderr)
+    except THEIRS as error:
+        reason = error if isinstance(error, ValueError) else f"{given.name} cannot be made: {type(error).__name__}: {error}"
+        print(f"pearl.rl.envs.check: error: {reason}", file=sys.stderr)
         return 2
     prompt = system_prompt_of(environment)
-    _close(environment)
+    _close(environment, Report())  # what that raises is found when episodes are played
     make = functools.partial(registry.make, given.name, **options)
     report = examine(make, episodes=given.episodes, seed=given.seed, max_turns=given.max_turns)
     print(written(given.name, report, prompt))

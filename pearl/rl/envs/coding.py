@@ -175,6 +175,8 @@ class Coding:
         if len(content) > LARGEST_FILE:
             return f"error: a file may have {LARGEST_FILE} characters"
         try:
+            if target.exists() and not target.is_file():  # a pipe would be waited for, and a folder is none
+                return f"error: {path} is no file"
             if not target.exists() and len(self._files()) >= MOST_FILES:
                 return f"error: a repository may have {MOST_FILES} files"
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -186,6 +188,8 @@ class Coding:
     def _text(self, path: str) -> str:
         target = self._inside(path)
         try:
+            if not target.is_file():  # a pipe, that a test may have made, would be waited for
+                raise FileNotFoundError(path)
             with target.open(encoding="utf-8") as file:
                 return file.read(LARGEST_FILE)
         except (OSError, ValueError):
@@ -211,9 +215,10 @@ class Coding:
         """Runs the given and the hidden tests over the repository as it stands."""
         assert self._folder is not None and self._task is not None
         tests = self._folder / "tests"
-        if tests.is_symlink() or tests.is_file():
-            tests.unlink()
-        shutil.rmtree(tests, ignore_errors=True)
+        if tests.is_dir() and not tests.is_symlink():
+            shutil.rmtree(tests, ignore_errors=True)
+        else:  # whatever the agent has put in its place
+            tests.unlink(missing_ok=True)
         _write(self._folder, self._task.tests)
         ran = sandbox.run(self._folder, RUNNER, limits=self._limits)
         counts = [int(word) for word in ran.report.split() if word.isascii() and word.isdigit()]

@@ -77,6 +77,21 @@ class NoInfo(Good):
         return "on", 0.0, True, False, None
 
 
+class Leaving(Good):
+    def step(self, action: str) -> tuple[Any, Any, bool, bool, Any]:
+        raise SystemExit("seed 5 is not for me")
+
+
+class StaysOpen(Good):
+    def close(self) -> None:
+        raise OSError("seed 5 is still played")
+
+
+class CannotBeMade(Good):
+    def __init__(self) -> None:
+        raise OSError("no display")
+
+
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
@@ -88,6 +103,8 @@ class NoInfo(Good):
         (Bell, "observation is not printable"),
         (Fragile, "raises ValueError"),
         (NoInfo, "info is no dict"),
+        (Leaving, "raises SystemExit"),
+        (StaysOpen, "raises OSError when closed"),
     ],
 )
 def test_each_fault_is_found(kind: type, problem: str | None) -> None:
@@ -111,7 +128,11 @@ def test_numbers_of_a_run() -> None:
     assert examine(Good, episodes=4, seed=0, max_turns=2).cut == 4
 
 
-@pytest.mark.parametrize("argv", [["nothing"], ["hi_lo", "--option", "hgih=3"], ["hi_lo", "--episodes", "0"], ["gymnasium"]])
+NAMES = ["nothing"], ["gymnasium"], [f"{__name__}:CannotBeMade"]
+UNTRIED = [["hi_lo", "--option", "hgih=3"], ["hi_lo", "--episodes", "0"], *NAMES]
+
+
+@pytest.mark.parametrize("argv", UNTRIED)
 def test_what_cannot_be_tried_is_said_in_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main(argv) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -126,7 +128,7 @@ def test_a_task_fails_as_it_ships_and_passes_once_repaired(name: str) -> None:
     assert "\nOK" in game.step(written("run_tests"))[0]
     said, reward, terminated, truncated, info = game.step(SUBMIT)
     assert (said, reward, terminated, truncated) == ("", 1.0, True, False)
-    assert info["success"] and info["tests_passed"] == info["tests_total"] > 3
+    assert info["success"] and info["tests_passed"] == info["tests_total"] > 1
 
 
 @pytest.mark.parametrize("name", [name for name in coding_tasks.names() if name != "slow_pairs"])
@@ -169,6 +171,41 @@ def test_no_tool_leaves_the_repository(path: str) -> None:
     (game._folder / "out").symlink_to("/etc")
     assert "leads out" in game.step(written("read_file", path="out/passwd"))[0]
     game.close()
+
+
+def test_what_is_no_file_is_no_file_and_keeps_nobody_waiting() -> None:
+    """Tests that an agent writes can leave anything in the repository: to open a pipe is to wait for its other end."""
+    game = Coding(tasks=["last_page"])
+    game.reset(0)
+    assert game._folder is not None
+    os.mkfifo(game._folder / "pipe")
+    for call in (
+        written("read_file", path="pipe"),
+        written("write_file", path="pipe", content="x"),
+        written("replace", path="pipe", old="a", new="b"),
+        written("write_file", path="tests", content="x"),
+    ):
+        said, _, terminated, truncated, _ = game.step(call)
+        assert "error: " in said and not terminated and not truncated
+    assert (game._folder / "pipe").is_fifo()
+    game.close()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "file", "link", "dangling link", "nothing"])
+def test_whatever_stands_in_the_place_of_the_tests_the_verdict_is_spoken(kind: str) -> None:
+    game = Coding(tasks=["last_page"])
+    game.reset(0)
+    assert game._folder is not None
+    tests = game._folder / "tests"
+    shutil.rmtree(tests)
+    if kind == "pipe":
+        os.mkfifo(tests)
+    elif kind == "file":
+        tests.write_text("x")
+    elif kind != "nothing":
+        tests.symlink_to("/etc" if kind == "link" else "/nowhere")
+    _, reward, terminated, _, info = game.step(SUBMIT)
+    assert (reward, terminated, info["success"]) == (0.0, True, False) and info["tests_total"] > 1
 
 
 def test_reading_and_editing() -> None:
