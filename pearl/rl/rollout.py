@@ -241,9 +241,9 @@ class Rollout:
             return self._tokenizer.after_reply(outcome.token_ids, ended=self._turn_ended())
         return self._tokenizer.chat_continue({"role": "user", "content": outcome.observation}, ended=self._turn_ended())
 
-    def _append_given(self, ids: Sequence[int]) -> None:
+    def _append_given(self, ids: list[int]) -> None:
         record, count = self.trajectory, len(ids)
-        self._packed.extend(ids)
+        self._packed.fromlist(ids)  # less than half of what `extend` costs
         record.token_ids.extend(ids)
         record.loss_mask.extend([0] * count)
         record.logprobs.extend([0.0] * count)
@@ -251,7 +251,7 @@ class Rollout:
 
     def _append_sampled(self, update: TokenUpdate) -> None:
         record = self.trajectory
-        self._packed.extend(update.token_ids)
+        self._packed.fromlist(update.token_ids)
         record.token_ids.extend(update.token_ids)
         record.loss_mask.extend([1] * len(update.token_ids))
         record.logprobs.extend(update.logprobs)
