@@ -87,7 +87,8 @@ def residual(predictor: AnyPredictor, spent: Mapping[Shape, float], measured_s: 
     """Of a batch that took `measured_s` and spent so many seconds of it in each shape.
 
     In t seconds of a shape in which a batch takes T it does t / T of one; so it was predicted to do the sum of these, and did
-    one. None if it is not known how all of the time was spent, or nothing was predicted for any of it.
+    one. (Batches that change in each step would else never be compared. What the changes themselves cost is in it.) None if it
+    is not known how all of the time was spent, or nothing was predicted for any of it.
     """
     if not 0 < measured_s < float("inf") or not sum(spent.values()) > KNOWN_SHARE * measured_s:
         return None

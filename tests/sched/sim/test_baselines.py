@@ -81,7 +81,7 @@ def test_a_prefill_worker_that_is_too_small_computes_less_with_a_cache_that_keep
         counts = simulation.run().counts
         simulation.check()
         computed[eviction] = counts["computed"]
-    assert computed["keep"] < 0.8 * computed["lru"], computed
+    assert computed["keep"] < 0.9 * computed["lru"], computed
 
 
 def test_baselines_may_do_what_they_may() -> None:
