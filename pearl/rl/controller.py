@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import zmq
 
@@ -139,8 +139,7 @@ class Controller:
         try:
             tokenizer, ranks = self._tokenizer, self.layout.world
             if tokenizer is None or self._shut:
-                self.wait_for(lambda: bool(self._hellos), "timeouts.start_s", "a rank to tell")
-                raise JobFailed(f"the controller cannot start: {self._shut or self._unprepared}")
+                self._refuse(f"the controller cannot start: {self._shut or self._unprepared}")
             self.wait_for(lambda: len(self._ready) == ranks, "timeouts.start_s", f"{ranks} ranks to be ready")
             limit = min(self._ready[rank].max_model_len for rank in self.layout.serving)
             self.collector = self._new_collector(tokenizer, limit)
@@ -157,6 +156,15 @@ class Controller:
         except Exception as error:  # a fault of ours; the ranks must not wait for their time-out to learn of it
             traceback.print_exc()
             return Stop(number=self._number, reason=f"failed: {type(error).__name__}: {error}", exit_code=1)
+
+    def _refuse(self, reason: str) -> NoReturn:
+        """JobFailed, once all ranks are there to be told: whose end comes without a word names the launcher's signal for it."""
+        try:
+            self.wait_for(lambda: len(self._hellos) == self.layout.world, "timeouts.start_s", "ranks to tell")
+        except JobFailed as failure:
+            if failure.exit_code != 1:  # not for want of a rank, or for another one's failure
+                raise
+        raise JobFailed(reason)
 
     def _explained(self, reason: str) -> str:
         return first_cause(reason, [hello for hello in self._hellos.values() if hello.rank not in self._killed])
