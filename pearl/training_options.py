@@ -20,7 +20,7 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed")
 class AlgorithmOptions:
     """The policy's loss. `name` chooses how advantages are estimated, the objective, and what None stands for below.
 
-    Ratios are clipped to [1-clip_low, 1+clip_high]; with `dual_clip` (> 1), a bad action's term goes no lower than that many
+    Ratios are clipped to [1-clip_low, 1+clip_high]; with `dual_clip` (>= 1), a bad action's term goes no lower than that many
     advantages. `normalize_std`: advantages are divided by their standard deviation. `aggregation` of token losses over an
     optimizer update: their mean, the mean of the sequences' means, of their sums, or of their sums over `loss_divisor` tokens.
     `filter_zero_variance`: groups whose members all got the same reward are replaced by others (dynamic sampling).

@@ -16,7 +16,7 @@ import msgspec
 
 
 class JsonlWriter:
-    """Appends objects to a file; each `write` is one complete line, flushed to the operating system."""
+    """Appends objects to a file; each `write` is complete lines, flushed to the operating system, or an OSError and none."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -24,8 +24,14 @@ class JsonlWriter:
         self._file = self.path.open("ab", buffering=0)
 
     def write(self, *rows: Any) -> None:
-        if rows:
-            self._file.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+        left = memoryview(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+        before = os.fstat(self._file.fileno()).st_size if rows else 0
+        try:
+            while left:  # a disk that is nearly full takes a part
+                left = left[self._file.write(left) :]
+        except OSError:
+            self._file.truncate(before)  # what is written later must not begin in the middle of a line
+            raise
 
     def sync(self) -> None:
         """Waits until what was written survives a power cut too."""

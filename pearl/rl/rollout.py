@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from pearl.config import EnvOptions, RolloutOptions
 from pearl.protocol import NewRequest, RequestState, SamplingParams, TokenUpdate, TrainSequence
 from pearl.rl.envs.base import EnvOutcome
 from pearl.rl.types import Trajectory, Turn
+
+LARGEST_REWARD = 1e30
+"""Of a trajectory: what is made of it in 32 bits stays finite."""
 
 Phase = Literal["new", "generating", "interrupted", "acting", "finished"]
 Ending = Literal["terminated", "truncated", "max_turns", "length", "failed"]
@@ -101,10 +104,14 @@ class Rollout:
         return self.phase == "finished"
 
     def start(self, observation: str) -> NewRequest | None:
-        """The first request. None (and failed) when the first prompt alone leaves no room to answer."""
+        """The first request. None (and failed) when the first prompt alone leaves no room to answer, or cannot be read."""
         if self.phase != "new":
             return None
-        self._append_given(self._tokenizer.chat_start(opening(self._system_prompt, observation, self._example)))
+        messages = opening(self._system_prompt, observation, self._example)
+        given = self._read(lambda: self._tokenizer.chat_start(messages))
+        if given is None:
+            return None
+        self._append_given(given)
         if self._room() < 1:
             length, limit = len(self.trajectory.token_ids), self._max_model_len
             self.fail(f"the first prompt has {length} tokens and leaves no room for an answer: max_model_len={limit}")
@@ -164,8 +171,14 @@ class Rollout:
         if self.phase != "acting":
             return None
         self._record(outcome)
+        largest = max(abs(outcome.reward), abs(self.trajectory.reward))
+        if not largest <= LARGEST_REWARD:
+            self.fail(f"environment: a reward of {largest:g}, of a turn or in all: must be at most {LARGEST_REWARD:g}")
+            return None
         ending = self._ending_after(outcome)
-        given = [] if ending else self._given(outcome)
+        given = [] if ending else self._read(lambda: self._given(outcome))
+        if given is None:
+            return None
         if ending is None and self._room() - len(given) < 1:
             ending = "length"
         if ending is not None:
@@ -234,6 +247,14 @@ class Rollout:
         """The model itself closed its turn."""
         ids = self.trajectory.token_ids
         return len(ids) > self._turn_start and ids[-1] == self._tokenizer.end_of_turn_id
+
+    def _read(self, make: Callable[[], list[int]]) -> list[int] | None:
+        """Ids of what an environment said. None (and failed) for a text that the tokenizer or its chat template refuses."""
+        try:
+            return make()
+        except ValueError as error:
+            self.fail(f"environment: what it says cannot be read: {' '.join(str(error).split())[:500]}")
+            return None
 
     def _given(self, outcome: EnvOutcome) -> list[int]:
         """What the model reads next; the ids that came along are those that the tokenizer would make of the observation."""

@@ -46,7 +46,7 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """The weight version of the first sampled token still in the trajectory; -1 if none was sampled."""
+        """The smallest weight version that a token was sampled with; -1 if none was sampled."""
         return min(set(self.weight_versions) - {-1}, default=-1)
 
 

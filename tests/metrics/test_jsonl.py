@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import signal
 from pathlib import Path
 
 import kill_points
+import pytest
 
 from pearl.metrics.jsonl import JsonlWriter, read_jsonl, rewind_rows
 
@@ -33,6 +36,24 @@ def test_rows_are_on_disk_when_written_and_a_cut_one_is_left_out(tmp_path: Path)
     with path.open("ab") as file:
         file.write(b'{"step": 3, "no')
     assert steps(path) == [1, 2]
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_row_keeps_the_rows_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    writer = JsonlWriter(path)
+    writer.write({"step": 1})
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40, limit[1]))
+        with pytest.raises(OSError, match="File too large"):
+            writer.write({"step": 2, "note": "x" * 100})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    writer.write({"step": 3})
+    writer.close()
+    assert read_jsonl(path) == [{"step": 1}, {"step": 3}]
 
 
 def test_rewind_moves_what_came_after(tmp_path: Path) -> None:

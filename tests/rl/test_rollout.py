@@ -287,6 +287,32 @@ def test_an_environments_error_fails_the_trajectory_at_any_time(phase: str) -> N
     check_record(record)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_what_the_tokenizer_refuses_fails_the_trajectory_alone(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: LetterTokenizer, *args: object, **more: object) -> list[int]:
+        raise ValueError("the chat template says:\n no such role")
+
+    rollout = new_rollout()
+    if not first:
+        rollout.on_update(update(rollout.start("o"), words("a"), "stop"))
+    monkeypatch.setattr(LetterTokenizer, "chat_start" if first else "chat_continue", refuse)
+    assert (rollout.start("o") if first else rollout.on_outcome(said("p"))) is None
+    error = "environment: what it says cannot be read: the chat template says: no such role"
+    assert rollout.finished and (rollout.trajectory.outcome, rollout.trajectory.error) == ("failed", error)
+    check_record(rollout.trajectory)
+
+
+@pytest.mark.parametrize("rewards", [(1e308, 1e308), (1e31,), (-1e31, 1e31), (0.8e30, 0.8e30)])
+def test_rewards_that_cannot_be_trained_on_fail_the_trajectory(rewards: tuple[float, ...]) -> None:
+    rollout = new_rollout()
+    request = rollout.start("o")
+    for reward in rewards:
+        if request is not None:
+            rollout.on_update(update(request, words("a"), "stop"))
+            request = rollout.on_outcome(said("p", reward))
+    assert rollout.trajectory.outcome == "failed" and "must be at most 1e+30" in rollout.trajectory.error
+
+
 def test_a_requests_error_fails_the_trajectory() -> None:
     rollout = new_rollout()
     request = rollout.start("o")
