@@ -60,8 +60,6 @@ class Collector:
         self._router = router
         self._send = send
         self.handoffs = HandOffs(router, send, self._has, move_limit_s)
-        self._limited: set[str] = set()
-        """Sessions whose worker may give their request back."""
         self._unplaced: list[NewRequest] = []
         self._rollouts: dict[str, Rollout] = {}
         self._ended: list[Trajectory] = []
@@ -260,7 +258,7 @@ class Collector:
         if update.finish_reason in ("stop", "length"):
             apart, cached = session in self._apart, update.num_cached_tokens
             self.prefixes.add(known=rollout.known, generated=rollout.generated, cached=cached, apart=apart)
-        returned = update.finish_reason == "abort" and not update.token_ids and self._gives_back(session, rollout)
+        returned = update.finish_reason == "abort" and not update.token_ids and self._gives_back(session)
         action = rollout.on_update(update)
         if update.finish_reason is not None:
             self.counts["cached_tokens"] += update.num_cached_tokens
@@ -275,11 +273,16 @@ class Collector:
         elif rollout.finished:
             self._end(rollout, update.request_id)
 
-    def _gives_back(self, session: str, rollout: Rollout) -> bool:
+    def _most_computed(self, session: str) -> int | None:
+        """As the router has it; but what was asked for before is not given back."""
+        return self._router.most_computed(session) if self._rollouts[session].asked_once else None
+
+    def _gives_back(self, session: str) -> bool:
         """Whether a worker that ends this request has given it back, and was not called back itself: then the router has been
         told to place nothing there."""
         load = self._router.loads.get(self._router.worker_of(session) or "")
-        return session in self._limited and not rollout.begun and load is not None and load.takes
+        may = self._most_computed(session) is not None and load is not None and load.takes
+        return may and not self._rollouts[session].begun
 
     def _on_outcome(self, outcome: EnvOutcome) -> None:
         rollout = self._rollouts.get(outcome.episode_id)
@@ -305,9 +308,7 @@ class Collector:
             return
         apart = self._router.loads[worker].role is Role.PREFILL
         (self._apart.add if apart else self._apart.discard)(session)
-        most = self._router.most_computed(session) if self._rollouts[session].asked_once else None
-        (self._limited.discard if most is None else self._limited.add)(session)
-        if most is not None:
+        if (most := self._most_computed(session)) is not None:
             request = msgspec.structs.replace(request, most_computed=most)
         self.counts["prompt_tokens"] += length
         self._outgoing.setdefault(worker, []).append(request)
@@ -323,7 +324,6 @@ class Collector:
         self._pool.discard(name)
         self._router.forget(name)
         self._apart.discard(name)
-        self._limited.discard(name)
         del self._rollouts[name]
         self.counts["ended_tokens"] += sum(rollout.trajectory.loss_mask)
         self.counts["trajectories"] += 1
