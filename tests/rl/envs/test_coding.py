@@ -128,7 +128,7 @@ def test_a_task_fails_as_it_ships_and_passes_once_repaired(name: str) -> None:
     assert "\nOK" in game.step(written("run_tests"))[0]
     said, reward, terminated, truncated, info = game.step(SUBMIT)
     assert (said, reward, terminated, truncated) == ("", 1.0, True, False)
-    assert info["success"] and info["tests_passed"] == info["tests_total"] > 1
+    assert info["success"] and info["tests_passed"] == info["tests_total"] > 3
 
 
 @pytest.mark.parametrize("name", [name for name in coding_tasks.names() if name != "slow_pairs"])
