@@ -8,7 +8,6 @@ by; the loss of an external worker costs its requests no more than what was not 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -108,7 +107,8 @@ class Cluster:
         self._failures = Failures()
         self.followers = Followers(externals, router, driver.next_number)
         self._telemetry = TelemetryMeter()
-        self._counts: Counter[str] = Counter()
+        self._ended = 0
+        """Trajectories that had ended when the last step was measured."""
         self._measured = now
         self._player: Player | None = None
         self._seen, self._began = -1, now
@@ -306,7 +306,7 @@ class Cluster:
     def resumed(self) -> None:
         """What the collector has counted so far was measured in a job before this one."""
         if self.collector is not None:
-            self._counts = Counter(self.collector.counts)
+            self._ended = self.collector.counts["trajectories"]
 
     def measured(self, batch: Sequence[Group], makespan_s: float | None, now: float) -> None:
         """A batch is complete. `makespan_s`: its rollout, None if that was not what the run waited for.
@@ -316,12 +316,10 @@ class Cluster:
         if self.collector is None or now - self._measured < MEASURE_EVERY_S:
             return
         self._measured = now
-        counts = Counter(self.collector.counts)
-        step = counts - self._counts
-        self._counts = counts
+        before, self._ended = self._ended, self.collector.counts["trajectories"]
         telemetry = self._telemetry.finish(
             batch, self.collector.env_seconds, miss_share=self.collector.prefixes.take(),
-            trajectories=step["trajectories"], local_tokens=self.router.append_on_decode_tokens, now=now,
+            trajectories=self._ended - before, local_tokens=self.router.append_on_decode_tokens, now=now,
         )  # fmt: skip
         self.feed(StepMeasured(telemetry=telemetry, makespan_s=makespan_s), now)
 
