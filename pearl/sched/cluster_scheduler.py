@@ -392,9 +392,9 @@ class ClusterScheduler:
         if self.profile.measured and event.makespan_s is not None:  # what was predicted from guesses tells nothing
             ended = now if event.ended is None else event.ended
             spent = self._shapes.between(ended - event.makespan_s, ended)
-            seen = residual(self.adviser().predictor, spent, event.makespan_s)
+            if (seen := residual(self.adviser().predictor, spent, event.makespan_s)) is not None:
+                self.log.residuals.append(seen)
             known = residual(self.adviser().hindsight(event.telemetry), spent, event.makespan_s)
-            self.log.residuals += [seen] if seen is not None else []
             if known is not None and self.settings.pd.predictor == "full":  # the other one is corrected by nothing
                 self.profile.observe_residual(known.ratio, known.shape.prefill > 0, known.share)
         self.profile.observe(event.telemetry, self.prediction.lost_share if self.prediction is not None else 0.0)

@@ -69,7 +69,7 @@ class Residual:
     predicted_s: float
     measured_s: float
     ratio: float
-    share: float = 1.0
+    share: float
 
 
 class AnyPredictor(Protocol):

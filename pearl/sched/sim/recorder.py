@@ -55,7 +55,7 @@ class Recorder:
         new, seconds = self._pieces.pop(worker, (0, 0.0))
         if steps > 1:
             new, seconds = 0, 0.0  # nobody goes on with what these were pieces of
-        if cost.new and not drawn:
+        if not drawn:
             self._pieces[worker] = new + cost.new, seconds + cost.seconds
             return
         sums = step_sums(cost, steps, drawn, prompts, new, seconds)

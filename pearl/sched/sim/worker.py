@@ -152,8 +152,7 @@ class SimWorker:
             updates = core.finish(output, StepResult(sampled={}), now)
             if updates:  # requests that are given back
                 self._listener.stepped(self, output, price(output, self.costs), updates)
-            if self._run is None:
-                self._watch()
+            self._watch()
             return
         cost = price(output, self.costs)
         end = self._agenda.after(cost.seconds + self._owed, self._end)
