@@ -7,7 +7,7 @@ request are msgspec structs, which are made in a fifth of a frozen dataclass's t
 Invariants of a Request
 - `token_ids[:num_prompt_tokens]` is the prompt; the rest are sampled ids, at most the last of them -1 (drawn by an output
   that has not been finished yet).
-- PARKED: on its way to or from another engine; it holds no blocks itself.
+- PARKED: on its way to or from another engine, or given back; it holds no blocks itself.
 - `num_written_tokens <= num_computed_tokens <= len(token_ids)`: KV known to be in the pool, KV scheduled to be computed, all.
 - `logprobs`, `weight_versions` (and `top_logprobs` if asked) have one entry per finished sampled token.
 """

@@ -245,7 +245,7 @@ class Serving:
             self._unsent.drop(request_id)
 
     def _count(self, batch: int, prompts: int, seconds: float) -> None:
-        """A step gave `batch` requests something, of which it ended the prompts of some."""
+        """A step gave `batch` requests a token, `prompts` of them their first."""
         stats = self.engine.stats()
         computed, self._computed = stats.num_computed_tokens - self._computed, stats.num_computed_tokens
         self._seconds += seconds

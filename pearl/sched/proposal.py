@@ -122,9 +122,10 @@ class Adviser:
         now: float,
         loan: Allocation | None = None,
     ) -> tuple[Allocation | None, Allocation | None, Verdict]:
-        """(best without a change of role, what to aim for, why) for so many workers, `loan` if that is to include
-        borrowed ones. While there are such, who changes its role changes back after them, and all it brings is for what is left
-        of the batch."""
+        """(best without a change of role, what to aim for, why) for so many workers; `loan`: the best with borrowed ones.
+
+        While there are such, who changes its role changes back after them, and all it brings is for what is left of the batch.
+        """
         stay = self._best(Budget(fixed=workers, keep=s.shape, now=s.shape)) if s.shape.total <= workers else None
         best = loan or self._best(Budget(fixed=workers, now=s.shape))
         cost = 0.0

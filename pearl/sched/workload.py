@@ -22,12 +22,12 @@ class Workload:
     next batch starts when the last one is complete, else each that ends is replaced at once. A trajectory begins with
     `first_prompt` tokens and has `turns` turns, each of `appended` tokens from the environment and `generated` ones.
     `context` is the mean length while it runs, `longest` that of the longest at its end. `env_s` and `overhead_s` pass per
-    turn outside of the engine. `miss_share` of the context that could be
-    cached where a prompt is computed is not, for other reasons than lack of memory (`found_prefixes.py`).
-    `local_share` of the turns append, `local_appended` tokens, on the decode worker that holds the KV. `turn_quantiles`
-    are turns over their mean, at QUANTILES; empty: all equal. `decode_share` is the measured mean share of trajectories that
-    decode (f of the paper). `eviction`: what full caches give up, as in EngineConfig. `calibration` multiplies predictions for
-    pools without prefill workers, `split_calibration` the others: measured over predicted, of late.
+    turn outside of the engine. `miss_share` of the context that could be cached where a prompt is computed is not, for other
+    reasons than lack of memory (`found_prefixes.py`). `local_share` of the turns append, `local_appended` tokens, on the decode
+    worker that holds the KV. `turn_quantiles` are turns over their mean, at QUANTILES; empty: all equal. `decode_share` is the
+    measured mean share of trajectories that decode (f of the paper). `eviction`: what full caches give up, as in EngineConfig.
+    `calibration` multiplies predictions for pools without prefill workers, `split_calibration` the others: measured over
+    predicted, of late.
     """
 
     batch: float
