@@ -111,8 +111,6 @@ def test_what_cannot_be_offered_is_named() -> None:
     """Whoever takes it in belongs to the job: it must not be what fails."""
     assert verdict(offer()) == ""
     assert "KV of 4 of its 4 tokens" in verdict(offer(num_written_tokens=4))
-    assert "KV of 3 tokens in 0 blocks of 4" in verdict(offer(blocks=[]))
-    assert "KV in blocks [9] of a pool of 9" in verdict(offer(blocks=[9]))
     assert "in 1 blocks of 0" in verdict(offer(layout=msgspec.structs.replace(offer().transfers[0].layout, block_size=0)))
     assert "weight_version=5: there are none but" in verdict(offer(weight_version=5))
     assert "is one of request '8-0/0'" in verdict(offer(request_id="8-0/0"))
