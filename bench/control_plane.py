@@ -8,7 +8,7 @@ every sampled token in, makes prompts of what environments say, packs batches an
 code and the ranks run elsewhere. The job is whole (docs/elasticity.md, "Without devices"). Two loads:
 
 published   an RL step as it is published for 8B models: 16 workers serve, 8 ranks train (and may be lent), batches of 64
-            trajectories of software engineering whose environments take their time (`published_turns.py`). About 10 minutes.
+            trajectories of software engineering whose environments take their time (`published_turns.py`). About 20 minutes.
 full        the most that 16 workers can ask of a controller: they decode at the pace of an H800 without a pause, environments
             answer at once and one rank trains in next to no time. A minute.
 

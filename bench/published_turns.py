@@ -23,20 +23,19 @@ class PublishedTurns:
 
     def __init__(self, slowdown: float = 1.0) -> None:
         self._slowdown = slowdown
-        self._turn = 0
 
     @property
     def words(self) -> Sequence[str]:
         return (WORD, "answer ")
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        self._courses = SOFTWARE.group(seed, SIBLINGS, 0)
+        self._courses, self._turn = SOFTWARE.group(seed, SIBLINGS, 0), 0
         time.sleep(self._slowdown * self._courses[0].reset_s)
         return WORD * self._courses[0].first_prompt, {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         if self._turn == 0:
-            self._course = self._courses[zlib.crc32(action.encode()) % SIBLINGS]
+            self._course = self._courses[zlib.crc32(action.encode(errors="surrogatepass")) % SIBLINGS]
         turns = self._course.turns
         time.sleep(self._slowdown * turns[self._turn].env_s)
         self._turn += 1
