@@ -14,7 +14,7 @@ import pytest
 from pearl import config as configuration
 from pearl.config import Config, EnvOptions, ModelOptions
 from pearl.metrics.trace import TraceWriter
-from pearl.rl import fresh_model
+from pearl.rl import fresh_model, report
 from pearl.rl.report import chosen, main, page
 
 EVIL = "<script>alert(1)</script><img src=http://example.org/x>"
@@ -124,10 +124,11 @@ def test_without_a_tokenizer_the_words_are_shown(run: Path) -> None:
     assert "&lt;script&gt;alert(1)" in page(run)
 
 
-def test_a_long_run_is_more_than_memory_has_room_for(run: Path) -> None:
+def test_a_long_run_is_more_than_memory_has_room_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "LATE", 10)
     row = {"outcome": "done", "token_ids": [7] * 2000, "loss_mask": [1] * 2000, "logprobs": [-0.25] * 2000, "success": True}
     with (run / "trajectories.jsonl").open("w") as file:
-        for number in range(1500):
+        for number in range(150):
             file.write(json.dumps(row | {"trajectory_id": f"{number}-0", "step": number}) + "\n")
         file.write('{"half of a ro')
     size = (run / "trajectories.jsonl").stat().st_size
@@ -137,7 +138,7 @@ def test_a_long_run_is_more_than_memory_has_room_for(run: Path) -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert "1499-0" in text and "0-0" in text
+    assert "149-0" in text and "0-0" in text
     assert peak < size, f"{peak} bytes for a file of {size}"
 
 
