@@ -6,6 +6,7 @@ and passed on as Communicators; nothing else reads an ambient group.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -159,7 +160,11 @@ def _pull_host(config: Config, several: bool) -> str:
         return own
     if host not in ("0.0.0.0", "*"):
         return host
-    return _address_towards(ELSEWHERE)  # its own name would not do: many machines know it as one of the loopback's, 127.0.1.1
+    address = _address_towards(ELSEWHERE)  # not by its name: many machines know that as one of the loopback's, 127.0.1.1
+    if address == LOCAL:  # a network with no way out: its name is all that tells
+        with contextlib.suppress(OSError):
+            address = socket.gethostbyname(socket.gethostname())
+    return address
 
 
 def _dormant(engine: Engine, workers: str) -> Engine | None:

@@ -128,4 +128,10 @@ def test_versions_are_given_where_workers_of_other_machines_can_have_them(monkey
     monkeypatch.setenv("MASTER_ADDR", "head")
     assert host("0.0.0.0:7000", several=True) == "10.0.0.5" and asked[-1] == "head"
     ways = False
+    assert host("0.0.0.0:7000") == "127.0.1.1", "in a network with no way out its name is all that tells"
+
+    def unknown(name: str) -> str:
+        raise OSError(f"{name} is not known")
+
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
     assert host("0.0.0.0:7000") == world.LOCAL
