@@ -14,14 +14,18 @@ from pearl.protocol import Role
 
 
 def override(config: Config, settings: list[str]) -> Config:
-    """Applies `a.b=c` strings in order and returns a new Config; ValueError names an unknown key and its nearest ones."""
+    """Applies `a.b=c` strings and returns a new Config; ValueError names an unknown key and its nearest ones.
+
+    All at once: what only fits together may come in any order. Of a key that is set twice the last one counts.
+    """
+    changes: dict[str, Any] = {}
     for setting in settings:
         key, separator, text = setting.partition("=")
         if not separator or not key:
             example = f"{setting}={_example(config, setting)}" if setting in keys_of(config) else "seed=1"
             raise ValueError(f"--set {setting!r}: must be KEY=VALUE, for example --set {example}")
-        config = _replaced(config, key.split("."), text, key)
-    return config
+        _note(changes, config, key.split("."), text, key)
+    return _changed(config, changes)
 
 
 def _example(config: Config, key: str) -> Any:
@@ -32,24 +36,33 @@ def _example(config: Config, key: str) -> Any:
     return json.dumps(value) if isinstance(value, dict | bool) else "none" if value is None else value
 
 
-def _replaced(section: Any, path: list[str], text: str, key: str) -> Any:
-    if isinstance(section, dict):
-        return {**section, ".".join(path): _json_or_text(text)}
+def _note(changes: dict[str, Any], section: Any, path: list[str], text: str, key: str) -> None:
+    """Enters a setting: the value of a field, or the changes of a section within `section`."""
     fields = {item.name for item in dataclasses.fields(section)} - {CHOSEN}
     name, rest = path[0], path[1:]
     if name not in fields:
         raise ValueError(_unknown(key, list(keys_of(Config()))))
     present = getattr(section, name)
-    if rest:
-        if not dataclasses.is_dataclass(present) and not isinstance(present, dict):
-            raise ValueError(_unknown(key, list(keys_of(Config()))))
-        value = _replaced(present, rest, text, key)
-    elif dataclasses.is_dataclass(present):
-        inside = ", ".join(f"{key}.{item.name}" for item in dataclasses.fields(present))
-        raise ValueError(f"--set {key}: is a section; set one of {inside}")
+    if dataclasses.is_dataclass(present):
+        if not rest:
+            inside = ", ".join(f"{key}.{item.name}" for item in dataclasses.fields(present))
+            raise ValueError(f"--set {key}: is a section; set one of {inside}")
+        _note(changes.setdefault(name, {}), present, rest, text, key)
+    elif not rest:
+        changes[name] = parse_as(typing.get_type_hints(type(section))[name], text, key)
+    elif isinstance(present, dict):
+        changes[name] = {**changes.get(name, present), ".".join(rest): _json_or_text(text)}
     else:
-        value = parse_as(typing.get_type_hints(type(section))[name], text, key)
-    return dataclasses.replace(section, **{name: value})
+        raise ValueError(_unknown(key, list(keys_of(Config()))))
+
+
+def _changed(section: Any, changes: dict[str, Any]) -> Any:
+    """The section with all its changes at once."""
+    values = dict(changes)
+    for name in changes:
+        if dataclasses.is_dataclass(present := getattr(section, name)):
+            values[name] = _changed(present, changes[name])
+    return dataclasses.replace(section, **values)
 
 
 def _unknown(key: str, valid: list[str]) -> str:

@@ -69,10 +69,8 @@ class AlgorithmOptions:
         if self.importance_rule == "mask" and self.importance_cap == 1:
             raise ValueError("algorithm.importance_cap=1: must be > 1 with importance_rule=mask, which would mask all tokens")
         if (self.loss_divisor is None) == (self.aggregation == "fixed"):
-            given = f"algorithm.loss_divisor={self.loss_divisor}: must be"
-            raise ValueError(
-                f"{given} {'a number of tokens' if self.loss_divisor is None else 'none without'} aggregation=fixed"
-            )
+            wanted = "a number of tokens with" if self.loss_divisor is None else "none without"
+            raise ValueError(f"algorithm.loss_divisor={self.loss_divisor}: must be {wanted} aggregation=fixed")
         if self.loss_divisor is not None:
             at_least(self, "algorithm", 1, "loss_divisor", whole=True)
         if self.filter_zero_variance and self.name in ("ppo", "reinforce++"):

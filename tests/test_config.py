@@ -22,6 +22,27 @@ def test_override_reads_values_as_the_fields_type():
     assert override(config, ["engine.num_blocks=none", "model.path=none"]).engine.num_blocks is None
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["algorithm.aggregation=fixed", "algorithm.loss_divisor=64", "algorithm.normalize_std=false"],
+        ["algorithm.importance_rule=mask", "algorithm.importance_cap=2"],
+        ["env.timeout_s=5", "env.options.size=6", "env.options.p=0.5", "env.workers=2"],
+    ],
+)
+def test_what_only_fits_together_may_come_in_any_order(settings):
+    forth, back = (override(Config(), order) for order in (settings, settings[::-1]))
+    assert forth == back != Config()
+
+
+def test_of_what_is_set_twice_the_last_counts():
+    settings = ["env.options.size=6", 'env.options={"p": 0.5}', "env.options.size=7", "seed=1", "seed=2"]
+    both = override(Config(), settings)
+    assert both.env.options == {"p": 0.5, "size": 7} and both.seed == 2
+    with pytest.raises(ValueError, match="algorithm.loss_divisor=None: must be a number of tokens with aggregation=fixed"):
+        override(Config(), ["algorithm.aggregation=fixed"])
+
+
 def test_override_leaves_the_original_alone():
     before = Config()
     override(before, ["optimizer.lr=5"])
