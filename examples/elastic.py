@@ -57,8 +57,8 @@ class Demo:
         print(f"demo: {name} joins {address.partition('/')[0]}", flush=True)
         self.workers[name] = subprocess.Popen([sys.executable, "-m", "pearl.rl.join", address])
 
-    def signal(self, name: str, signum: signal.Signals) -> None:
-        print(f"demo: {name} gets {signum.name}", flush=True)
+    def signal(self, name: str, signum: signal.Signals, told: str) -> None:
+        print(f"demo: {name} gets {signum.name}: {told}", flush=True)
         self.workers[name].send_signal(signum)
 
     def steps(self, more: int) -> None:
@@ -79,9 +79,10 @@ def play(demo: Demo) -> None:
         demo.join(name)
     demo.until(lambda: demo.admitted() >= 2, "that both serve")
     demo.steps(3)
-    demo.signal("external A", signal.SIGKILL)
+    lost = "what its broken connections are told of from here on is expected, and that it is gone after 5 s"
+    demo.signal("external A", signal.SIGKILL, lost)
     demo.steps(5)
-    demo.signal("external B", signal.SIGTERM)
+    demo.signal("external B", signal.SIGTERM, "its GPUs are reclaimed, so it leaves")
     demo.workers["external B"].wait(LIMIT_S)
     demo.job.wait(LIMIT_S)
 
@@ -98,6 +99,7 @@ def conclude(demo: Demo) -> bool:
         f"in flight {last['in_flight']}"
     )
     print(f"tokens lost: {last['lost_tokens']} (late, of a worker that was given up: {last['late_tokens']})")
+    print("decisions (a worker that is killed is none; letters: docs/scheduler.md, The log):")
     for row in sorted(demo.rows("transitions.jsonl"), key=lambda row: row["at"]):  # the file has them as they finished
         print(f"at {row['at']:6.1f} s  {row['kind']:8} {row['before']} -> {row['after']}  ({row['cause']})")
     left = demo.workers["external B"].returncode
