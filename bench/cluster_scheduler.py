@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 
 from pearl.sched.cluster_scheduler import ClusterScheduler
-from pearl.sched.events import StepMeasured, TrainingBegins, TrainingFinished, WorkerJoined, WorkerRole, Zone
+from pearl.sched.events import StepMeasured, Tick, TrainingBegins, TrainingFinished, WorkerJoined, WorkerRole, Zone
 from pearl.sched.planner import Budget, plan_allocation
 from pearl.sched.predictor import PaperPredictor, Predictor
 from pearl.sched.profile import RuntimeProfile, StepTelemetry
@@ -49,10 +49,10 @@ def decide(workers: int) -> tuple[float, float, int]:
     """Milliseconds for a step's end that changes roles, for a trainer's end that borrows, and how many orders were given."""
     measured = StepMeasured(telemetry=StepTelemetry(trajectories=8 * workers, turns=61.0))
     took, orders = [], 0
-    for event in (measured, TrainingFinished(step=0)):
+    for events in ((measured, Tick()), (TrainingFinished(step=0),)):
         scheduler = scheduler_of(workers)
         began = time.thread_time()
-        commands = scheduler.on_event(event, 10.0)
+        commands = [command for event in events for command in scheduler.on_event(event, 10.0)]
         took.append((time.thread_time() - began) * 1e3)
         orders += len(commands)
     return took[0], took[1], orders
