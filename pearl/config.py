@@ -42,15 +42,24 @@ CHOSEN = "chosen"
 class EngineConfig:
     """One inference engine. Sizes: `block_size` in tokens, `max_batch_tokens` tokens per step, `max_num_seqs` requests.
 
-    `model` is a Hugging Face folder or a ModelConfig. `num_blocks=None` sizes the pool from memory (`kv_memory_fraction` of
-    what is free). `kv_fill` poisons the pool in tests (nan). `load_format="dummy"` gives random weights.
-    `eviction`: which cached blocks make room first: the ones used longest ago ("lru"), or those that sessions had lost before,
-    so that others keep theirs ("keep").
-    `transfer_deadline_s`: seconds for which a request that moves to or from another engine is waited for.
+    `model` is a Hugging Face folder or a ModelConfig, `seed` that of random weights and of requests without their own; a job
+    sets both itself. `dtype` (float32, bfloat16 or float16) is that of weights and KV, `device` auto, cpu, cuda or cuda:N,
+    `kernels` auto (what suits the device), cpu, triton, flashinfer or reference. `load_format="dummy"` gives random
+    weights. `tensor_parallel`: ranks that the model is cut over; an engine in a job has 1.
+
+    `num_blocks=None` sizes the KV pool from memory (`kv_memory_fraction` of what is free). `kv_fill` poisons the pool in tests
+    (nan). `max_model_len`: tokens of prompt and answer together, None for as many as the model can take.
+    `enable_prefix_cache`: KV is kept for later requests that begin with the same tokens. `eviction`: which cached blocks make
+    room first: the ones used longest ago ("lru"), or those that sessions had lost before, so that others keep theirs ("keep").
+
+    `role`: "mixed" engines do all; "prefill" ones compute prompts and hand requests over with their first token; "decode" ones
+    generate, and catch up by at most `decode_prefill_tokens` tokens of prompts in a step. In a job it is what serving ranks
+    begin as. `transfer_deadline_s`: seconds for which a request that moves to or from another engine is waited for.
+
     `cuda_graphs`: decode steps are captured once and replayed, on GPUs and by kernels where that works. `overlap`: the next
-    step is decided and queued while the device runs the last one, so that tokens are told a step later.
-    `deterministic`: the same bits from run to run, whatever else is in a batch and whenever it came; refused for kernels that
-    cannot (all but those for CPUs). A job with it is synchronous.
+    step is decided and queued while the device runs the last one, so that tokens are told a step later. `deterministic`: the
+    same bits from run to run, whatever else is in a batch and whenever it came; refused for kernels that cannot (all but those
+    for CPUs). A job with it is synchronous.
     """
 
     model: Any = None
@@ -108,7 +117,9 @@ class EngineConfig:
 class ModelOptions:
     """Where the policy comes from: `path` (a Hugging Face folder), or random init of the given sizes when `path` is None.
 
-    The random one is a small Qwen3 whose tokenizer knows the environment's words; its folder is written into the run.
+    The random one is a small Qwen3 whose tokenizer knows the environment's words; its folder is written into the run. It has
+    `num_layers` layers, `hidden_size` wide (`intermediate_size` inside their MLPs), `num_heads` query heads of `head_dim`
+    numbers, which share `num_kv_heads` heads of keys and values, and takes up to `max_position` tokens.
     """
 
     path: str | None = None
@@ -127,7 +138,11 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvOptions:
-    """Which environment, and the keyword arguments (`options`) its constructor gets. Times in seconds."""
+    """Which environment plays (docs/environments.md). `name`: a built-in one, or MODULE:CLASS. `options`: the keyword
+    arguments of its constructor, also one at a time as `env.options.NAME`. Episodes have at most `max_turns` turns, and are
+    played in `workers` processes. An answer of the environment that takes longer than `timeout_s` seconds ends its process; an
+    episode that failed is begun again up to `retries` times.
+    """
 
     name: str = "frozen_lake"
     options: dict[str, Any] = field(default_factory=dict)
@@ -145,6 +160,9 @@ class EnvOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOptions:
     """How the policy plays. `max_tokens` is per turn; `request_timeout_s` bounds the silence on a request being served.
+
+    Tokens are drawn at `temperature` (above 0) from the `top_k` likeliest (0: from all), and of these from the fewest whose
+    probabilities reach `top_p` (1: from all).
 
     `redundancy`: so many more trajectories play in each group than are trained, and those that end last are given up: no batch
     waits for a straggler, at the price of what it has played, and of a batch that favours short episodes.
@@ -191,6 +209,7 @@ class Timeouts:
 
     `join_s`: until all ranks have found each other; `start_s`: until all have loaded what they need; `silence_s`: a rank or
     controller that answers no heartbeat (one each `heartbeat_s`, which is less) for so long is killed, and the job ends;
+    `command_s`: a training step, a publication, a checkpoint, any other command that ranks carry out together;
     `stop_s`: a rank that was told to end is gone after so long, whatever it is doing.
     """
 
@@ -207,16 +226,20 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A whole job. `rollout_batch_size` counts trajectories of one step, `group_size` siblings of one start state.
+    """A whole job: `max_steps` steps of `rollout_batch_size` trajectories, `group_size` siblings of one start state each.
 
+    The run is a new folder in `output_dir`, whose name begins with `recipe`; `seed` is that of everything drawn.
     `max_staleness` counts weight versions between a trajectory's oldest token and the update that trains on it; 0 is
-    synchronous, and None means 0 for one rank (which takes turns) and 1 for more. `save_steps` (a checkpoint to resume from,
-    the last `keep_checkpoints` are kept) and `eval_steps`: every so many steps, 0 for never; the final policy is always
-    saved. `trace` writes trace.json for ui.perfetto.dev, `tensorboard` event files into RUN/tensorboard; `wandb` is the project
-    of Weights & Biases that gets the metrics; `check_weights` compares trainer and engines bit by bit after each
-    publication, and ends the run if they differ. `device`: "emulated:PROFILE" runs the job without any device, at the pace of
-    a cost profile and with tokens drawn at random (docs/elasticity.md). `chosen` names the settings that `resolve` filled in
-    for one number of ranks; see `unresolved`.
+    synchronous, and None means 0 for one rank (which takes turns) and 1 for more. `device`: "emulated:PROFILE" runs the job
+    without any device, at the pace of a cost profile and with tokens drawn at random (docs/elasticity.md).
+
+    `save_steps` (a checkpoint to resume from, the last `keep_checkpoints` are kept) and `eval_steps` (`eval_episodes` greedy
+    episodes on seeds that training never plays): every so many steps, 0 for never; the final policy is always saved. `trace`
+    writes trace.json for ui.perfetto.dev, `tensorboard` event files into RUN/tensorboard; `wandb` is the project of Weights &
+    Biases that gets the metrics; `check_weights` compares trainer and engines bit by bit after each publication, and ends the
+    run if they differ.
+
+    `chosen` is no setting: it names those that `resolve` filled in for one number of ranks; see `unresolved`.
     """
 
     recipe: str = ""

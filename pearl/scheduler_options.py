@@ -16,12 +16,15 @@ MODES = ("mixed", "split", "hybrid")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PdSettings:
-    """Which shapes, and when to change. `mode`: auto or one of MODES. `ratio`: "auto", or "P:D" as in "3:5", for split pools.
+    """How the serving workers share prefill and decode, their shape, and when it changes (docs/scheduler.md). `mode`: auto,
+    mixed, split or hybrid. `ratio`: "auto", or "P:D" as in "3:5", for split pools. `predictor` of makespans: "full", a
+    queueing network that telemetry corrects, or "paper", closed forms.
 
-    Thresholds are shares of the present makespan. `hybrid_margin`: a hybrid must be better than the best of the simple
-    shapes by so much. `cooldown_s`: no further change of shape that nothing forces, at the same number of workers.
-    `append_on_decode`: appends of up to how many tokens are computed by the decode worker that holds the KV, instead of a
-    prefill worker: "auto" as many as pay, or a number as text ("0": none).
+    Thresholds are shares of the present makespan, by which it must fall: `ratio_threshold` in the same mode, `mode_threshold`
+    (not less) for another, up to `unsure_penalty` on top for shapes beyond anything measured. `hybrid_margin`: a hybrid must
+    be better than the best of the simple shapes by so much. `cooldown_s`: no further change of shape that nothing forces, at
+    the same number of workers. `append_on_decode`: appends of up to how many tokens are computed by the decode worker that
+    holds the KV, instead of a prefill worker: "auto" as many as pay, or a number as text ("0": none).
     """
 
     mode: str = "auto"
@@ -54,11 +57,11 @@ class PdSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BorrowSettings:
-    """How many training workers serve while nothing is trained: "auto", "all", "none", "all_or_none" or a number as text.
+    """How many training `workers` serve while nothing is trained: "auto", "all", "none", "all_or_none" or a number as text.
 
-    "auto" borrows as many as pay, "all_or_none" all if they pay, "all" and a number whether they pay or not.
-    `margin`: what is gained must be so many times the cost. `return_margin`: the lead of a return, over its expected time,
-    `return_extra_s` on top.
+    "auto" borrows as many as pay, "all_or_none" all if they pay, "all" and a number whether they pay or not. `margin`: what is
+    gained must be so many times the cost. `return_margin`: the lead of a return, in multiples of its expected time,
+    `return_extra_s` seconds on top.
     """
 
     workers: str = "auto"
@@ -75,9 +78,9 @@ class BorrowSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpandSettings:
-    """Whether external workers are prepared: "auto" (if they live long enough to pay), "always" or "never".
+    """Whether `external` workers are prepared: "auto" (if they live long enough to pay), "always" or "never".
 
-    `prior_life_s`: their expected life before any has been seen to leave; `margin` as in borrowing.
+    `prior_life_s`: their expected life before any has been seen to leave; `margin` as `borrow.margin`.
     """
 
     external: str = "auto"
@@ -92,9 +95,10 @@ class ExpandSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedOptions:
-    """How orders are followed up. `change_timeout_s`: a change that a worker has not confirmed by then (`prepare_timeout_s`:
-    a new engine) is ordered again, `tries` times in all, and then the worker counts as lost. The cluster is thought over every
-    `consider_s` at least. `tail_share`: from so small a rest of the batch on, requests move to idle workers."""
+    """How orders are followed up. `change_timeout_s`: a change that a worker has not confirmed by then (`prepare_timeout_s`: a
+    new engine) is ordered again, `tries` times in all, and then the worker counts as lost. The cluster is thought over every
+    `consider_s` at least. `tail_share`: from so small a rest of the batch (a share of it) on, requests move to idle workers.
+    """
 
     change_timeout_s: float = 30.0
     prepare_timeout_s: float = 600.0
@@ -110,7 +114,8 @@ class SchedOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticOptions:
-    """Workers that come and go while the job runs. `listen`: "HOST:PORT" where they may join (port 0: a free one); "" nowhere.
+    """Workers that come and go while the job runs (docs/elasticity.md). `listen`: "HOST:PORT" where they may join (port 0: a
+    free one); "" nowhere.
 
     One that was silent for `silence_s` counts as gone; it is pinged every `heartbeat_s`, which is less. So does one that
     answers pings, but whose engine's loop has said nothing for `stuck_s` while it serves. `reconnect_s`: for how long a worker

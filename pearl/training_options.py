@@ -18,20 +18,26 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmOptions:
-    """The policy's loss. `name` chooses how advantages are estimated, the objective, and what None stands for below.
+    """The policy's loss (docs/algorithms.md). `name` chooses how advantages are estimated, the objective, and what None stands
+    for in `clip_low`, `clip_high`, `aggregation` and `filter_zero_variance`.
 
-    Ratios are clipped to [1-clip_low, 1+clip_high]; with `dual_clip` (>= 1), a bad action's term goes no lower than that many
-    advantages. `normalize_std`: advantages are divided by their standard deviation. `aggregation` of token losses over an
-    optimizer update: their mean, the mean of the sequences' means, of their sums, or of their sums over `loss_divisor` tokens.
-    `filter_zero_variance`: groups whose members all got the same reward are replaced by others (dynamic sampling).
+    Ratios are clipped to at least 1 - `clip_low` and at most 1 + `clip_high`; with `dual_clip` (>= 1), a bad action's term
+    goes no lower than that many advantages (None: no such limit). `normalize_std`: advantages are divided by their standard
+    deviation. `aggregation` of token losses over an optimizer update: their mean, the mean of the sequences' means, of their
+    sums, or of their sums over `loss_divisor` tokens ("fixed"; it is None for the others). `filter_zero_variance`: groups
+    whose members all got the same reward are replaced by others (dynamic sampling).
 
-    KL to the reference: in the loss or taken off the rewards, `exact` (over the vocabulary) or an estimator of the sampled
-    token, never clamped. `importance_*`: tokens of an older policy (`importance_of="all"`: all tokens) are weighted by their
-    importance (of the token, or of its whole sequence), truncated at the cap (1, as in V-trace, is steady; 2 learns faster
-    and sometimes collapses), or masked where it leaves [1/cap, cap].
+    `kl_coef` (0: none, and no reference is kept) times the KL to the reference, the policy that RL began with, is in the loss
+    or taken off the rewards (`kl_in`). `kl_estimator`: "exact" (over the vocabulary) or one of the sampled token, never
+    clamped. `entropy_coef` times the entropy is taken off the loss.
 
-    With a critic (ppo): discount `gamma`, `gae_lambda`, both per token or per turn (`gae_level`). The critic is a model of its
-    `own`, with its own learning rate (None: the policy's), or a head on the policy's `trunk`, whose loss counts `value_coef`.
+    Tokens of an older policy (`importance_of="all"`: all tokens) are weighted by their importance (`importance_level`: of the
+    token, or of its whole sequence). `importance_rule`: it is truncated at `importance_cap` (1, as in V-trace, is steady; 2
+    learns faster and sometimes collapses), or the token is masked where it leaves [1/cap, cap].
+
+    With a critic (ppo): discount `gamma`, `gae_lambda`, both per token or per turn (`gae_level`). `critic`: a model of its
+    "own", with its own learning rate `critic_lr` (None: the policy's), or a head on the policy's "trunk", whose loss counts
+    `value_coef` times.
     """
 
     name: Literal["grpo", "dapo", "rloo", "reinforce++", "ppo", "gspo", "cispo"] = "grpo"
@@ -98,7 +104,13 @@ class AlgorithmOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerOptions:
-    """AdamW. One schedule step per RL step (not per update). `mini_batch_size` trajectories per optimizer update."""
+    """AdamW. One schedule step per RL step (not per update). `mini_batch_size` trajectories per optimizer update.
+
+    `lr` is the highest rate: it is reached over `warmup_steps` RL steps, and then stays or falls to 0 at `max_steps`
+    (`schedule`). `weight_decay` is decoupled, and of matrices alone; `beta1`, `beta2` and `eps` are Adam's. Gradients whose
+    norm is above `max_grad_norm` are scaled down to it. `micro_batch_tokens`: tokens of one pass (a longer trajectory has a
+    pass of its own); it changes memory and speed, not the gradient.
+    """
 
     lr: float = 1e-3
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -121,7 +133,10 @@ class OptimizerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupOptions:
-    """Supervised steps on the environment's own random valid play before RL, so that the format is known. 0 steps: none."""
+    """Supervised steps on the environment's own random valid play before RL, so that the format is known.
+
+    `steps` updates (0: none), each on `episodes` new episodes, at the learning rate `lr`.
+    """
 
     steps: int = 0
     episodes: int = 16

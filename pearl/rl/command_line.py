@@ -37,6 +37,7 @@ PROGRAMS = {
     "pearl.rl.join ADDRESS": "serve a running job from outside",
     "pearl.rl.envs.check ENVIRONMENT": "try an environment without a model",
     "pearl.rl.measure_costs [MODEL]": "measure what serving costs here",
+    "pearl.settings_page": "say what each setting means",
     "pearl.sched.sim": "simulate a cluster in virtual time",
     "pearl.engine.smollm2 FOLDER": "fetch a small pretrained model",
     "pearl.engine.kernels.triton.report": "compile the GPU kernels, and say what came out",
