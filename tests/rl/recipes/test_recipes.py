@@ -58,6 +58,8 @@ def test_they_are_listed_with_what_they_are(capsys: pytest.CaptureFixture[str]) 
     assert main(["run", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(registry.RECIPES)
+    [hilo] = [line for line in lines if line.startswith("smollm2_hilo")]
+    assert hilo.endswith("learns to guess a number.") and "halves" not in hilo, "it steps, as its page says"
     assert all(len(line.split()) > 4 for line in lines)
 
 
