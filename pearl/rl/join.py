@@ -61,7 +61,8 @@ class External:
                 return code
             looked_s = looked_s + in_vain_s + PAUSE_S if in_vain_s is not None else 0.0
             if looked_s > self._options.reconnect_s:
-                _say(f"no job at {self._where()} for {self._options.reconnect_s:g} s" + (f" but for: {self._why}" if self._why else ""))
+                why = f" but for: {self._why}" if self._why else ""
+                _say(f"no job at {self._where()} for {self._options.reconnect_s:g} s{why}")
                 return 1
             time.sleep(PAUSE_S)
 
