@@ -1,11 +1,12 @@
 """Rows of a run, one JSON object per line, on disk as soon as they are written (a crash loses none).
 
-Owns the files' form, and what a resumed run does to them: rows of steps it will write again are moved aside, so that steps
-never go back in a file. It does not know what a row means beyond its `step`.
+Owns the files' form, where runs are found, and what a resumed run does to its rows: those of steps that it will write again
+are moved aside, so that steps never go back in a file. It does not know what a row means beyond its `step`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -74,6 +75,16 @@ def rewind_rows(path: str | Path, last_step: int) -> int:
     os.fsync(descriptor)
     os.close(descriptor)
     return moved
+
+
+def runs_near(path: Path) -> str:
+    """The end of an error message: ' (runs in FOLDER: ...)', the newest few runs in `path`, or beside it if it is no folder."""
+    folder = path if path.is_dir() else path.parent
+    with contextlib.suppress(OSError):
+        found = [settings for settings in folder.glob("*/config.json") if not any(settings.parent.glob("*.safetensors"))]
+        if runs := sorted(found, key=lambda settings: settings.stat().st_mtime, reverse=True):
+            return f" (runs in {folder}: {', '.join(settings.parent.name for settings in runs[:5])})"
+    return ""
 
 
 class _Row(msgspec.Struct):

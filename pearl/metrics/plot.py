@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pearl.metrics.console import TIME_PARTS, count, duration, is_number
-from pearl.metrics.jsonl import read_jsonl
+from pearl.metrics.jsonl import read_jsonl, runs_near
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -174,6 +174,9 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("run", type=Path, help="a run directory")
     run = options.parse_args(argv).run
     try:
+        if not (run / "metrics.jsonl").is_file():
+            what = "no run that has made a step: metrics.jsonl is not there" if run.is_dir() else "no such directory"
+            raise ValueError(f"{run}: {what}{runs_near(run)}")
         plot_run(read_jsonl(run / "metrics.jsonl"), run / "reward.png", title=run.resolve().name)
     except (OSError, ValueError) as error:
         print(f"pearl.metrics.plot: error: {error}", file=sys.stderr)

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from pearl.metrics.console import number
+from pearl.metrics.jsonl import runs_near
 
 BLOCK = 1 << 16
 SHOWN_INFO = ("invalid", "success")
@@ -118,9 +119,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.last < 1:
             raise ValueError(f"--last {arguments.last}: must be >= 1")
+        if not path.is_file():
+            what = "no episodes yet, trajectories.jsonl is not there" if arguments.run.is_dir() else "no such directory or file"
+            raise ValueError(f"{what}{runs_near(arguments.run)}")
         records = last_records(path, arguments.last, failed=arguments.failed)
     except (OSError, ValueError, msgspec.MsgspecError) as error:
-        print(f"pearl.metrics.text: error: {path}: {error}", file=sys.stderr)
+        print(f"pearl.metrics.text: error: {arguments.run}: {error}", file=sys.stderr)
         return 2
     return _print("\n\n".join(trajectory_text(record) for record in records) or "no such episode")
 

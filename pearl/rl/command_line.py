@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import importlib.metadata
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from types import FrameType
 
 from pearl import config as configuration
 from pearl.config import Config
-from pearl.overrides import override
+from pearl.overrides import keys_of, override
 from pearl.rl import preflight
 from pearl.rl.layout import JobLayout
 from pearl.rl.recipes import registry as recipes
@@ -102,6 +103,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     commands.add_argument("command", nargs="?", choices=["run"], help="run: train an agent (see `pearl run --help`)")
     commands.add_argument("--version", action="store_true", help="print the version and end")
+    if argv and not argv[0].startswith("-") and argv[0] != "run":
+        commands.exit(EXIT_USAGE, f"pearl: error: {argv[0]!r} is no command: {_instead(argv)}\n")
     asked = commands.parse_args(argv[:1])
     if asked.version:
         print(f"pearl {version()}")
@@ -117,7 +120,9 @@ def run(argv: list[str]) -> int:
     options = parser("pearl run")
     options.add_argument("--nproc", type=int, default=1, metavar="W", help="ranks (processes) on this machine, default 1")
     options.add_argument("--list", action="store_true", help="list the recipes and end")
-    arguments = options.parse_args(argv)
+    arguments, unknown = options.parse_known_args(argv)
+    if unknown:
+        options.error(f"unrecognized arguments: {' '.join(unknown)}{_as_settings(argv, unknown)}")
     if arguments.list:
         return _printed(recipes.listed())
     try:
@@ -139,6 +144,29 @@ def run(argv: list[str]) -> int:
     module = "pearl.rl.launcher" if job.config.emulated is None else "pearl.rl.plain_launcher"
     launcher = [sys.executable, "-m", module, str(job.layout.world), *rank_arguments(arguments), "--tried"]
     os.execv(sys.executable, launcher)
+
+
+def _instead(argv: list[str]) -> str:
+    """What whoever typed this may have meant."""
+    word = argv[0]
+    programs = [f"python -m {use}" for use in PROGRAMS if word in (use.split()[0], use.split()[0].rsplit(".", 1)[-1])]
+    if programs:
+        return f"type {' or '.join(programs)}"
+    recipe = next((part for part in argv[:2] if part in recipes.RECIPES), None)
+    return f"type pearl run {recipe}" if recipe else "type pearl run, or pearl alone for what else there is"
+
+
+def _as_settings(argv: list[str], unknown: list[str]) -> str:
+    """The end of a message: how unknown options that have the name of a setting are given, or ""."""
+    keys, hints = list(keys_of(Config())), []
+    for option in (part for part in unknown if part.startswith("--")):
+        name, given, value = option[2:].replace("-", "_").partition("=")
+        after = argv[argv.index(option) + 1 :]
+        if not given:
+            value = after[0] if after and not after[0].startswith("--") else "VALUE"
+        fitting = [name] if name in keys else [key for key in keys if key.rsplit(".", 1)[-1] == name]
+        hints += [" or ".join(f"--set {shlex.quote(f'{key}={value}')}" for key in fitting)] if fitting else []
+    return f"; settings are given so: {', '.join(hints)}" if hints else ""
 
 
 @contextlib.contextmanager

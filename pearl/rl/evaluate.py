@@ -26,7 +26,9 @@ from pearl.channel import wait
 from pearl.clock import WallClock
 from pearl.config import ClusterOptions, Config, EngineConfig, EnvOptions, ModelOptions, RolloutOptions
 from pearl.engine.engine import Engine
+from pearl.engine.model_folder import where_else
 from pearl.engine.tokenizer import Tokenizer
+from pearl.metrics.jsonl import runs_near
 from pearl.overrides import override
 from pearl.protocol import Failed, Serve, Stop, Tokens
 from pearl.rl import preflight
@@ -166,6 +168,8 @@ def subject_of(path: Path) -> Iterator[Subject]:
 
     A checkpoint holds the trainer's state, from which the policy is written aside for the time of the evaluation.
     """
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such directory{where_else(path) or runs_near(path)}")
     if (path / TRAINER_FOLDER).is_dir():
         with _of_checkpoint(path) as subject:
             yield subject
@@ -281,7 +285,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("policy", help="a run folder, one of its checkpoints, or a Hugging Face folder")
     parser.add_argument("env", nargs="?", help="environment (default: the run's); with its options by --set env.options.NAME=")
     parser.add_argument("--episodes", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0, help="the first of so many held-out seeds (default 0, as in training)")
+    offset = "offset into the held-out seeds (default 0: begins with those that eval_steps uses)"
+    parser.add_argument("--seed", type=int, default=0, help=offset)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting, as for pearl run")
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
@@ -308,7 +313,8 @@ def _report(subject: Subject, given: argparse.Namespace) -> int:
     if given.env is not None and given.env != config.env.name:
         config = dataclasses.replace(config, env=EnvOptions(name=given.env))
     elif given.env is None and not config.recipe:
-        raise ValueError(f"{subject.name} is no run: name an environment, one of {', '.join(environments.names())}")
+        known = ", ".join(environments.names())
+        raise ValueError(f"{subject.name} is no run{runs_near(Path(subject.name))}: name an environment, one of {known}")
     config = override(config, given.set)
     preflight.check(config, new_run=False)
     preflight.check_prompt(config)

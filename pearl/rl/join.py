@@ -34,6 +34,8 @@ from pearl.rl.rank import RankLoop, report_failure
 EXIT_USAGE = 2
 PAUSE_S = 1.0
 """Between two tries to find the job."""
+QUIET_S = 2.0
+"""A job that has not answered by then is told of, once, while it is waited for."""
 POLL_S = 0.5
 
 
@@ -47,6 +49,8 @@ class External:
         self._leaving = False
         self._why = ""
         """What the last job said at the end."""
+        self._told = False
+        """That no job answers, since the last one did."""
 
     def run(self) -> int:
         """Serves one job after the other that is found at the address, until one lets it go or none takes it any more."""
@@ -57,8 +61,8 @@ class External:
                 return code
             looked_s = looked_s + in_vain_s + PAUSE_S if in_vain_s is not None else 0.0
             if looked_s > self._options.reconnect_s:
-                where = f"{self._address.host}:{self._address.port}"
-                _say(f"no job at {where} for {self._options.reconnect_s:g} s" + (f" but for: {self._why}" if self._why else ""))
+                why = f" but for: {self._why}" if self._why else ""
+                _say(f"no job at {self._where()} for {self._options.reconnect_s:g} s{why}")
                 return 1
             time.sleep(PAUSE_S)
 
@@ -84,7 +88,7 @@ class External:
         link = self._link = Link(self._address, self._options.silence_s, self._gpus)
         link.start()
         try:
-            link.answered.wait(self._options.silence_s)  # after that it is lost
+            self._wait_for_answer(link)
             answer = link.answer
             if answer is None or link.lost:
                 return None, None if link.reached else time.monotonic() - began
@@ -98,10 +102,24 @@ class External:
             self._link = None  # a signal that comes now finds no job to tell
             link.close()
 
+    def _wait_for_answer(self, link: Link) -> None:
+        """Until it is there or the link is lost; says so once if that takes long, since a mistyped address looks the same."""
+        quiet_s = min(QUIET_S, self._options.silence_s)
+        if link.answered.wait(quiet_s):
+            return
+        if not self._told:
+            self._told = True
+            busy = ", a job is there but still busy" if link.reached else f", trying for {self._options.reconnect_s:g} s"
+            _say(f"no answer yet from {self._where()}{busy}")
+        link.answered.wait(self._options.silence_s - quiet_s)
+
+    def _where(self) -> str:
+        return f"{self._address.host}:{self._address.port}"
+
     def _serve(self, link: Link, joined: Joined) -> int | None:
         """The exit code, or None if the job has vanished."""
         config = configuration.from_json(joined.config)
-        self._options = config.elastic
+        self._options, self._told = config.elastic, False
         link.stuck_s, link.doubt_s = config.elastic.stuck_s, config.elastic.silence_s
         link.silence_s = max(config.elastic.silence_s, config.timeouts.silence_s)  # then the job's own ranks give it up too
         _say(f"joined as member {joined.rank}")

@@ -23,6 +23,7 @@ from pearl.rl import fresh_model
 from pearl.rl.emulated import pace_of
 from pearl.rl.envs import registry
 from pearl.rl.envs.base import Environment, example_of, has_random_player, system_prompt_of, words_of
+from pearl.rl.recipes.registry import hub_name
 from pearl.rl.rollout import opening
 from pearl.sched.sim.availability import read_trace
 from pearl.training_options import check_layers
@@ -98,7 +99,9 @@ def _check_model(config: Config, path: str) -> None:
         model = model_config.from_folder(folder)
     except ValueError as error:
         text = str(error).removeprefix(f"model={path!r}: ")
-        raise ValueError(f"model.path={path!r}: {text}") from None
+        hub = "" if (folder / "config.json").exists() else hub_name(config.recipe, path)
+        brings = f"; `hf download {hub} --local-dir {path}` brings it" if hub else ""
+        raise ValueError(f"model.path={path!r}: {text}{brings}") from None
     check_lengths(config, model.max_position, "the model's max_position")
     check_layers(config.trainer, model.num_layers, "the model's num_layers")
     if not (folder / "tokenizer.json").is_file():

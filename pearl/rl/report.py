@@ -25,7 +25,7 @@ from pearl.config import Config
 from pearl.engine.tokenizer import Tokenizer
 from pearl.metrics import svg
 from pearl.metrics.console import TIME_PARTS, count, duration, is_number, number, percent
-from pearl.metrics.jsonl import read_jsonl
+from pearl.metrics.jsonl import read_jsonl, runs_near
 from pearl.metrics.trace import read_trace
 from pearl.rl import report_transitions
 from pearl.rl.report_style import STYLE
@@ -70,10 +70,13 @@ def page(run: Path) -> str:
 
 
 def _rows(run: Path) -> list[Row]:
+    if not run.is_dir():
+        raise ValueError(f"{run}: no such directory{runs_near(run)}")
     path = run / "metrics.jsonl"
     rows = {row["step"]: row for row in read_jsonl(path) if "step" in row} if path.is_file() else {}
     if not rows:
-        raise ValueError(f"{run}: no run that has made a step (metrics.jsonl is {'empty' if path.is_file() else 'not there'})")
+        missing = "metrics.jsonl is empty" if path.is_file() else f"metrics.jsonl is not there{runs_near(run)}"
+        raise ValueError(f"{run}: no run that has made a step: {missing}")
     return [rows[step] for step in sorted(rows)]
 
 

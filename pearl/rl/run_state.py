@@ -8,7 +8,6 @@ checkpoint is newer than the step that the run goes on from. Torch-free.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import socket
@@ -20,7 +19,7 @@ import msgspec
 
 from pearl import config as configuration
 from pearl.config import Config
-from pearl.metrics.jsonl import rewind_rows
+from pearl.metrics.jsonl import rewind_rows, runs_near
 from pearl.rl.algorithms import algorithm_of
 from pearl.rl.checkpoint_folder import TRAINER_FACTS, TRAINER_FOLDER, CheckpointFolder, Skipped, load
 from pearl.rl.controller_state import ControllerState
@@ -60,11 +59,12 @@ def open_run(run_dir: str | Path) -> ResumePoint:
     """
     run = Path(run_dir)
     if not run.is_dir():
-        raise ValueError(f"resume={str(run)!r}: no such directory{_runs_beside(run)}")
+        raise ValueError(f"resume={str(run)!r}: no such directory{runs_near(run)}")
     try:
         config = configuration.from_json((run / SETTINGS_FILE).read_bytes())
     except OSError as error:
-        raise ValueError(f"resume={str(run)!r}: not a run, config.json cannot be read ({error.strerror})") from None
+        why = f"config.json cannot be read ({error.strerror}){runs_near(run)}"
+        raise ValueError(f"resume={str(run)!r}: not a run, {why}") from None
     except (msgspec.MsgspecError, ValueError) as error:
         raise ValueError(f"resume={str(run)!r}: config.json is not one of this release ({error})") from None
     found = CheckpointFolder(run).find()
@@ -186,15 +186,6 @@ def _setting(config: Config, name: str) -> object:
     for part in name.split("."):
         value = getattr(value, part)
     return value
-
-
-def _runs_beside(run: Path) -> str:
-    """' (runs there: ...)': the newest few directories beside `run` that can be resumed at first sight."""
-    with contextlib.suppress(OSError):
-        runs = sorted(run.parent.glob("*/config.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-        if runs:
-            return f" (runs in {run.parent}: {', '.join(path.parent.name for path in runs[:5])})"
-    return ""
 
 
 def _no_checkpoint(config: Config, skipped: tuple[Skipped, ...]) -> str:

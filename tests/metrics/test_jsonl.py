@@ -11,7 +11,7 @@ from pathlib import Path
 import kill_points
 import pytest
 
-from pearl.metrics.jsonl import JsonlWriter, read_jsonl, rewind_rows
+from pearl.metrics.jsonl import JsonlWriter, read_jsonl, rewind_rows, runs_near
 
 
 def steps(path: Path) -> list[int | None]:
@@ -24,6 +24,16 @@ def written(path: Path, *rows: dict) -> bytes:
     writer.sync()
     writer.close()
     return path.read_bytes()
+
+
+def test_the_newest_runs_are_named_and_no_model_folder(tmp_path: Path) -> None:
+    assert runs_near(tmp_path) == runs_near(tmp_path / "none" / "x") == ""
+    for age in range(7):
+        (tmp_path / f"run-{age}").mkdir()
+        (tmp_path / f"run-{age}" / "config.json").write_text("{}")
+        os.utime(tmp_path / f"run-{age}" / "config.json", (1e9 - age, 1e9 - age))
+    (tmp_path / "run-0" / "model.safetensors").touch()
+    assert runs_near(tmp_path) == runs_near(tmp_path / "x") == f" (runs in {tmp_path}: run-1, run-2, run-3, run-4, run-5)"
 
 
 def test_rows_are_on_disk_when_written_and_a_cut_one_is_left_out(tmp_path: Path) -> None:

@@ -70,7 +70,11 @@ def test_the_command_draws_into_the_run(tmp_path: Path, capsys: pytest.CaptureFi
     assert plot.main([str(tmp_path)]) == 0
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert plot.main([str(tmp_path / "none")]) == 2
-    assert "none" in capsys.readouterr().err
+    assert "none: no such directory" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    assert plot.main([str(tmp_path.parent)]) == 2
+    said = capsys.readouterr().err
+    assert f"metrics.jsonl is not there (runs in {tmp_path.parent}: " in said and tmp_path.name in said
 
 
 def test_matplotlib_is_loaded_only_to_draw() -> None:

@@ -108,3 +108,11 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
         assert text.main(arguments) == 2
         error = capsys.readouterr().err
         assert error.startswith("pearl.metrics.text: error: ") and str(tmp_path) in error and error.count("\n") == 1
+
+
+def test_where_there_are_no_episodes_the_runs_nearby_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "a-run").mkdir()
+    (tmp_path / "a-run" / "config.json").write_text("{}")
+    for name, what in (("nope", "no such directory or file"), ("", "no episodes yet, trajectories.jsonl is not there")):
+        assert text.main([str(tmp_path / name)]) == 2
+        assert f"{tmp_path / name}: {what} (runs in {tmp_path}: a-run)\n" in capsys.readouterr().err

@@ -75,6 +75,44 @@ def test_what_is_wrong_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]
         assert said.out == "" and said.err.startswith("pearl run: error: ") and said.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("evaluate runs/a", "'evaluate' is no command: type python -m pearl.rl.evaluate RUN_OR_MODEL"),
+        ("pearl.sched.sim", "type python -m pearl.sched.sim"),
+        ("report runs/a", "type python -m pearl.rl.report RUN or python -m pearl.engine.kernels.triton.report"),
+        ("quickstart", "'quickstart' is no command: type pearl run quickstart"),
+        ("train quickstart --set seed=1", "type pearl run quickstart"),
+        ("train", "type pearl run, or pearl alone"),
+    ],
+)
+def test_a_word_that_is_no_command_is_answered_with_one_that_is(
+    typed: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(typed.split())
+    said = capsys.readouterr().err
+    assert said.startswith("pearl: error: ") and said.endswith("\n") and words in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "ending"),
+    [
+        ("quickstart --seed 1", "--seed 1; settings are given so: --set seed=1"),
+        ("--seed 1 quickstart", "; settings are given so: --set seed=1"),
+        ("--max-steps=5 --env.name hi_lo", "; settings are given so: --set max_steps=5, --set env.name=hi_lo"),
+        ("--kl_coef --print", "; settings are given so: --set algorithm.kl_coef=VALUE"),
+        ("--nonsense 1 2", "unrecognized arguments: --nonsense 2"),
+    ],
+)
+def test_an_option_with_the_name_of_a_setting_is_answered_with_it(
+    typed: str, ending: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", *typed.split()])
+    assert capsys.readouterr().err.endswith(f"{ending}\n")
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_ctrl_c_that_a_callback_swallows_is_heard(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Python prints and forgets what is raised while it drops an object, as it does all the time during imports."""

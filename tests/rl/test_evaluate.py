@@ -98,6 +98,22 @@ def test_a_plain_folder_needs_an_environment(run: Path, capsys: pytest.CaptureFi
     assert "tasks        10 in all, the same as in training" in said
 
 
+def test_where_nothing_is_the_runs_beside_it_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run.with_name("nope"))]) == 2
+    assert f"nope: no such directory (runs in {run.parent}: {run.name})\n" in capsys.readouterr().err
+    assert main([str(run.parent)]) == 2
+    assert f"is no run (runs in {run.parent}: {run.name}): name an environment" in capsys.readouterr().err
+    assert main([str(run / "SmolLM2-135M-Instruct"), "hi_lo"]) == 2
+    assert "no such directory; `python -m pearl.engine.smollm2 " in capsys.readouterr().err
+
+
+def test_seed_is_an_offset_as_the_help_says(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "offset into the held-out seeds (default 0: begins with those that eval_steps uses)" in said
+
+
 def test_of_a_task_for_every_seed_nothing_is_said() -> None:
     numbers = summary([], seconds=1.0)
     lines = [table("a", EnvOptions(name="sokoban"), range(2), numbers | {"tasks": count}) for count in (0, 8)]

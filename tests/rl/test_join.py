@@ -118,6 +118,29 @@ def test_a_job_that_is_still_starting_is_waited_for(looks: Callable[..., tuple[i
     assert code == 1 and doors.knocked == 31
 
 
+@pytest.mark.parametrize(("reached", "words"), [(False, "trying for 0.05 s"), (True, "a job is there but still busy")])
+def test_that_nobody_answers_is_said_once_and_soon(
+    reached: bool, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the silence is over that makes a link a lost one."""
+    doors = Doors([])
+    doors.reached = reached
+    said: list[str] = []
+
+    class Never:
+        def wait(self, timeout_s: float) -> bool:
+            said.append(f"{timeout_s:g} s: {capsys.readouterr().out.strip()}")
+            return False
+
+    monkeypatch.setattr(doors, "answered", Never())
+    worker = join.External(Address.parse("h:1/t"), notice_s=None, gpus=[])
+    worker._options = SOON.elastic
+    for _ in range(2):
+        worker._wait_for_answer(doors)  # type: ignore[arg-type]
+    rest = f"{SOON.elastic.silence_s - join.QUIET_S:g} s: "
+    assert said == ["2 s: ", f"{rest}pearl join: no answer yet from h:1, {words}", "2 s: ", rest]
+
+
 def test_a_worker_is_as_patient_with_a_busy_controller_as_the_job_s_own_ranks(looks: Callable[..., tuple[int, Doors]]) -> None:
     _, doors = looks([TAKEN, AWAY])
     assert SOON.elastic.silence_s < SOON.timeouts.silence_s == doors.silence_s

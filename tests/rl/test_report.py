@@ -157,4 +157,9 @@ def test_the_command_writes_the_file_or_says_why_not(run: Path, capsys: pytest.C
     assert not list(run.glob(".report*"))
     (run / "metrics.jsonl").write_text("")
     assert main([str(run)]) == 2 and "metrics.jsonl is empty" in capsys.readouterr().err
-    assert main([str(run / "none")]) == 2 and "not there" in capsys.readouterr().err
+    (run / "config.json").write_text("{}")
+    assert main([str(run / "none")]) == 2 and "none: no such directory" in capsys.readouterr().err
+    assert main([str(run.with_name("none"))]) == 2
+    assert f"none: no such directory (runs in {run.parent}: {run.name})" in capsys.readouterr().err
+    assert main([str(run.parent)]) == 2
+    assert f"metrics.jsonl is not there (runs in {run.parent}: {run.name})" in capsys.readouterr().err

@@ -62,8 +62,10 @@ def test_what_cannot_be_resumed_says_why(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such directory$"):
         open_run(tmp_path / "nowhere" / "quickstart-2")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"not a run, config.json cannot be read \(No such file"):
+    with pytest.raises(ValueError, match=r"not a run, config.json cannot be read \(No such file[^()]*\)$"):
         open_run(tmp_path / "empty")
+    with pytest.raises(ValueError, match=r"not a run, .* \(runs in .*: quickstart-1\)$"):
+        open_run(tmp_path)
     for text in ("{", '{"seed": "three"}', '{"seed": -1}'):
         (tmp_path / "empty" / "config.json").write_text(text)
         with pytest.raises(ValueError, match="config.json is not one of this release"):

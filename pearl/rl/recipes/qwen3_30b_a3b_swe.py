@@ -7,6 +7,8 @@ from dataclasses import replace
 from pearl.config import Config, ModelOptions
 from pearl.rl.recipes import qwen3_8b_swe
 
+HUB_NAME = "Qwen/Qwen3-30B-A3B"
+
 
 def recipe() -> Config:
     """The recipe's Config: that of the 8B model with another model."""

@@ -19,6 +19,7 @@ from pearl.config import (
 )
 
 CONTEXT = 32768
+HUB_NAME = "Qwen/Qwen3-8B"
 
 
 def recipe() -> Config:

@@ -1,4 +1,7 @@
-"""Recipes by name: each is a module of this package with a function `recipe() -> Config`."""
+"""Recipes by name: each is a module of this package with a function `recipe() -> Config`.
+
+A recipe of a model on the Hugging Face Hub names it as `HUB_NAME`.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,13 @@ def load(name: str) -> Config:
         hint = f"did you mean {near[0]}?" if near else f"must be one of {', '.join(RECIPES)}"
         raise ValueError(f"recipe {name!r}: {hint}")
     return _module(name).recipe()
+
+
+def hub_name(name: str, path: str) -> str:
+    """Where the Hugging Face Hub has the model that a recipe looks for at `path`; "" where it names none, or another path."""
+    if name not in RECIPES or _module(name).recipe().model.path != path:
+        return ""
+    return getattr(_module(name), "HUB_NAME", "")
 
 
 def listed() -> str:

@@ -1,9 +1,10 @@
-"""A real model on a task of several turns, on the CPU: SmolLM2-135M-Instruct learns to find a number by halves.
+"""A real model on a task of several turns, on the CPU: SmolLM2-135M-Instruct learns to guess a number.
 
-Numbers from 1 to 10 and four guesses, which halving always makes do with; one game is shown as an example. Only the last six
-layers are trained: what lies below them stays as it was pretrained and needs no backward pass. The small bonus for entropy
-keeps the policy from settling on one order of guesses while it still learns to reply with a number at all. Products are in
-bf16, in engine and trainer alike. The model folder is made by
+Numbers from 1 to 10 and four guesses, which halving always makes do with; one such game is shown as an example. In its steps
+the model learns to reply with a number and to mind "higher" and "lower", not yet to halve. Only the last six layers are
+trained: what lies below them stays as it was pretrained and needs no backward pass. The small bonus for entropy keeps the
+policy from settling on one order of guesses while it still learns to reply with a number at all. Products are in bf16, in
+engine and trainer alike. The model folder is made by
 
     python -m pearl.engine.smollm2 models/SmolLM2-135M-Instruct
 """

@@ -24,11 +24,15 @@ from pearl.sched.sim.page import write_page
 from pearl.sched.sim.plans import Availability, EngineSizes, Hardware, TrajectoryPlan
 from pearl.sched.sim.presets.fitted import Fitted, read_fitted
 from pearl.sched.sim.presets.qwen3 import PRESETS, Preset, preset_named
+from pearl.sched.sim.results import SimResult
 from pearl.sched.sim.simulator import Simulation
 from pearl.sched.sim.tables import Run, as_text, counts_line, step_table, throughput, throughput_table, transition_table
 from pearl.sched.sim.workload import FAMILIES, TaskFamily, family_named, replay, workload_of
 
 Rows = list[list[TrajectoryPlan]]
+
+TOLD_EVERY_S = 60.0
+"""How far a simulation is, is said so often, in seconds of this machine."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,14 +45,16 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--trace-dir", type=Path, help="where the segments' recorded traces are; else they are drawn")
     parse.add_argument("--gpus", type=int, default=EXTERNAL_GPUS, help="GPUs that a CSV file's most nodes stand for")
     parse.add_argument("--notice", type=float, default=0.0, metavar="S", help="seconds before a GPU goes at which it is told")
-    parse.add_argument("--training-gpus", type=int, default=16)
-    parse.add_argument("--reserved-workers", type=int, default=2)
-    parse.add_argument("--tp", type=int, default=2)
-    parse.add_argument("--batch", type=int, default=64)
-    parse.add_argument("--semantics", choices=("barrier", "slots"), default="barrier")
-    parse.add_argument("--transfer", choices=("append", "context"), default="append")
+    parse.add_argument("--training-gpus", type=int, default=16, help="GPUs that train, and may serve while they do not (16)")
+    parse.add_argument("--reserved-workers", type=int, default=2, help="workers that always serve, of --tp GPUs each (2)")
+    parse.add_argument("--tp", type=int, default=2, help="GPUs that make one worker (2)")
+    parse.add_argument("--batch", type=int, default=64, help="trajectories that a step trains, in whole groups (64)")
+    when = "a batch starts when the one before is complete (barrier, the default), or a trajectory when another ends (slots)"
+    parse.add_argument("--semantics", choices=("barrier", "slots"), default="barrier", help=when)
+    sent = "to a decode worker goes the KV that it lacks (append, the default), or each turn's whole context"
+    parse.add_argument("--transfer", choices=("append", "context"), default="append", help=sent)
     parse.add_argument("--block-size", type=int, default=EngineSizes().block_size, help="coarse blocks are faster to simulate")
-    parse.add_argument("--hours", type=float, default=2.0)
+    parse.add_argument("--hours", type=float, default=2.0, help="of simulated time, at most (2)")
     parse.add_argument("--steps", type=int, help="ends a run after so many steps, if that is earlier")
     parse.add_argument("--seeds", default="0", help="by commas")
     parse.add_argument("--html", type=Path, help="a page with tables and pictures")
@@ -114,12 +120,26 @@ def play(options: argparse.Namespace) -> tuple[list[Run], str]:
             settings = system.settings(preset, fitted, hardware=hardware, batch=options.batch, seed=seed, **more, **told)
             plans = _plans(recorded, family, settings.group, seed)
             began = time.monotonic()
-            result = Simulation(settings, plans, gpus if system.external else None).run()
+            simulation = Simulation(settings, plans, gpus if system.external else None)
+            result = _watched(simulation, f"{system.name}, seed {seed}")
             runs.append(Run(policy=system.name, segment=options.trace, seed=seed, result=result))
             found = f"{throughput(result):.0f} tokens/s over {len(result.steps)} steps ({time.monotonic() - began:.0f} s)"
             print(f"{system.name}, seed {seed}: {found}", file=sys.stderr, flush=True)
     about = f"{options.preset}, fitted numbers {digest}, external GPUs: {'; '.join(dict.fromkeys(sources.values()))}"
-    return runs, f"{about}; {options.semantics}, {options.hours:g} h"
+    until = f"{options.hours:g} h" if options.steps is None else f"{options.steps} steps, {options.hours:g} h at most"
+    return runs, f"{about}; {options.semantics}, {until}"
+
+
+def _watched(simulation: Simulation, name: str) -> SimResult:
+    """Runs it to its end, and says on standard error that it begins and, once in a while, how far it is."""
+    print(f"{name}: begins", file=sys.stderr, flush=True)
+    told = time.monotonic()
+    while simulation.step():
+        if time.monotonic() - told >= TOLD_EVERY_S:
+            told = time.monotonic()
+            far = f"{len(simulation.steps)} steps and {simulation.agenda.now / 60:.0f} min are simulated"
+            print(f"{name}: {far}", file=sys.stderr, flush=True)
+    return simulation.result()
 
 
 def _work(options: argparse.Namespace, preset: Preset, fitted: Fitted) -> tuple[Rows, TaskFamily, dict[str, Any]]:

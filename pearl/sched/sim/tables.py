@@ -33,7 +33,13 @@ class Spread:
     count: int
 
     def __str__(self) -> str:
-        return f"{self.mean:.4g}" if self.count < 2 else f"{self.mean:.4g} ± {self.deviation:.2g}"
+        mean = _plain(self.mean, 4)
+        return mean if self.count < 2 else f"{mean} ± {_plain(self.deviation, 2)}"
+
+
+def _plain(value: float, digits: int) -> str:
+    """Of so many digits, or all of those before the point: never as a power of ten."""
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def spread_of(values: Iterable[float]) -> Spread:
@@ -67,7 +73,7 @@ def gain(ours: Iterable[Run], theirs: Iterable[Run]) -> Spread:
 def throughput_table(runs: Sequence[Run], base: str | None = None) -> list[list[str]]:
     """Rows of text, a heading first: tokens per second by policy and segment, and the gain over the policy `base`."""
     segments, policies = _names(runs)
-    rows = [["policy", *segments] + ([f"over {base}"] if base else [])]
+    rows = [["policy", *(f"tokens/s ({_with(segment)})" for segment in segments)] + ([f"over {base}"] if base else [])]
     for policy in policies:
         mine = [run for run in runs if run.policy == policy]
         cells = []
@@ -78,6 +84,13 @@ def throughput_table(runs: Sequence[Run], base: str | None = None) -> list[list[
             cells.append(_signed(gain(mine, [run for run in runs if run.policy == base])))
         rows.append([policy, *cells])
     return rows
+
+
+def _with(segment: str) -> str:
+    """The external GPUs of a segment, which may be a steady number of workers."""
+    if segment.isdecimal():
+        return f"{segment} external worker{'' if segment == '1' else 's'}"
+    return "no external GPUs" if segment == "none" else segment
 
 
 def _names(runs: Sequence[Run]) -> tuple[list[str], list[str]]:

@@ -51,13 +51,29 @@ def test_a_missing_model_is_refused_at_the_start(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["run", "qwen3_8b_swe"]) == 2
-    assert "model.path='models/Qwen3-8B'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "model.path='models/Qwen3-8B'" in said
+    assert "`hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B` brings it" in said
+    assert main(["run", "qwen3_8b_swe", "--set", "model.path=models/mine"]) == 2
+    assert "hf download" not in capsys.readouterr().err
+    assert main(["run", "smollm2_hilo"]) == 2
+    assert "`python -m pearl.engine.smollm2 models/SmolLM2-135M-Instruct` brings it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [name for name in registry.RECIPES if name.startswith("qwen")])
+def test_a_model_of_the_hub_has_its_name_there(name: str) -> None:
+    path = registry.load(name).model.path
+    assert path is not None and registry.hub_name(name, path) == f"Qwen/{Path(path).name}"
+    others = ((name, "models/mine"), ("mine", path), ("quickstart", path))
+    assert [registry.hub_name(*other) for other in others] == ["", "", ""]
 
 
 def test_they_are_listed_with_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(registry.RECIPES)
+    [hilo] = [line for line in lines if line.startswith("smollm2_hilo")]
+    assert hilo.endswith("learns to guess a number.") and "halves" not in hilo, "it steps, as its page says"
     assert all(len(line.split()) > 4 for line in lines)
 
 

@@ -19,7 +19,8 @@ def test_systems_are_run_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture
     trace.write_text("0,add,a\n0,add,b\n60000,remove,b\n")
     options = [*SMALL, "--policy", "roll,ours", "--trace", str(trace), "--gpus", "2", "--details"]
     assert main([*options, "--html", str(page), "--json", str(data)]) == 0
-    shown = capsys.readouterr().out
+    shown, told = capsys.readouterr()
+    assert "barrier, 2 steps, 2 h at most" in shown and told.splitlines()[0] == "ROLL, seed 0: begins"
     assert "ROLL" in shown and "PEARL (ours)" in shown and "trace.csv" in shown and "barrier" in shown
     runs = json.loads(data.read_text())
     assert [run["policy"] for run in runs] == ["ROLL", "PEARL (ours)"]
@@ -36,6 +37,20 @@ def test_a_run_s_own_trajectories_are_played_in_its_own_groups(tmp_path: Path) -
     assert main([*SMALL, "--policy", "roll", "--workload", str(path), "--json", str(data)]) == 0
     [run] = json.loads(data.read_text())
     assert [step["trajectories"] for step in run["result"]["steps"]] == [16, 17]
+
+
+def test_how_far_a_simulation_is_is_told_meanwhile(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_line, "TOLD_EVERY_S", 0.0)
+    assert main([*SMALL, "--policy", "roll", "--hours", "0.5"]) == 0
+    begins, *far, last = capsys.readouterr().err.splitlines()
+    assert begins == "ROLL, seed 0: begins" and "tokens/s over 2 steps" in last
+    assert far[0] == "ROLL, seed 0: 0 steps and 0 min are simulated" and far[-1].startswith("ROLL, seed 0: 2 steps and ")
+
+
+def test_every_option_has_words() -> None:
+    assert all(action.help for action in command_line.parser()._actions)
 
 
 @pytest.mark.parametrize(

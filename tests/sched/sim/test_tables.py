@@ -47,10 +47,19 @@ def test_the_table_has_spreads_and_gains() -> None:
     cases = (("ours", 0, 39.0), ("ours", 1, 49.0), ("base", 0, 89.0), ("base", 1, 89.0))
     runs = [run_of(policy, "S1", seed, makespan_s) for policy, seed, makespan_s in cases]
     rows = throughput_table(runs, "base")
-    assert rows[0] == ["policy", "S1", "over base"] and rows[1][0] == "ours" and rows[1][2] == "+83.3 ± 23.6 %"
+    assert rows[0] == ["policy", "tokens/s (S1)", "over base"] and rows[1][0] == "ours" and rows[1][2] == "+83.3 ± 23.6 %"
     assert rows[2][1:] == ["20 ± 0", "+0.0 ± 0.0 %"]
     text = as_text(rows)
     assert text.splitlines()[0].startswith("policy") and len({len(line) for line in text.splitlines()}) == 1
+
+
+def test_the_table_says_what_its_numbers_are_in_digits() -> None:
+    runs = [run_of("base", segment, 0, 89.0) for segment in ("none", "1", "12", "S2")]
+    names = ["no external GPUs", "1 external worker", "12 external workers", "S2"]
+    assert throughput_table(runs)[0] == ["policy", *(f"tokens/s ({name})" for name in names)]
+    shown = [str(spread_of([value])) for value in (13120.4, 1000.0, 999.4, 20.0, 0.0123, 0.0)]
+    assert shown == ["13,120", "1,000", "999.4", "20", "0.0123", "0"]
+    assert str(spread_of([13000.0, 14500.0])) == "13,750 ± 1,061" and str(spread_of([1.5, 2.5])) == "2 ± 0.71"
 
 
 def test_steps_and_transitions_as_tables() -> None:
