@@ -33,7 +33,7 @@ def test_calls_keep_their_kind_their_order_and_their_arguments() -> None:
     said: list[calls.Call] = [
         calls.AddRequest(
             now=1.5, request_id="a", prompt=[1, 2], params=params, cache_salt=None, session_id="s", reservation=None,
-            streaming=False
+            streaming=False, most_computed=7,
         ),
         calls.Pause(now=2.0),
         calls.SwitchRole(now=2.25, role=Role.DECODE, drain="finish"),

@@ -17,8 +17,8 @@ from pearl.rl.envs.directions import ACTIONS, INVALID, MOVES, read_answer
 
 SYSTEM_PROMPT = "Push every $ onto a . (you are @, # is wall). Reply <answer>Left</answer>, Down, Right or Up."
 CELLS = "#-.$*@+"
-DRAWS = 200
-"""So many rooms are drawn for a level before one counts as impossible; nearly all do at the first try."""
+DRAWS = 10_000
+"""So many rooms are drawn for a level before one counts as impossible: where a few pushes have to do, one in 160 will."""
 
 Cell = tuple[int, int]
 

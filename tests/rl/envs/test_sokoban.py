@@ -46,6 +46,14 @@ def test_every_level_is_solved_within_its_scramble(seed: int, size: int, boxes: 
     assert "$" not in turns[-1][0] and turns[-1][0].count("*") == boxes
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_few_pushes_of_two_boxes_in_a_large_room_are_seldom_drawn_but_found(seed: int) -> None:
+    """Of 160 rooms with so few pushes one will do."""
+    game = Sokoban(size=7, num_boxes=2, scramble=3, max_turns=100)
+    game.reset(seed)
+    assert 1 <= len(shortest(game.level_of(seed))) <= 3
+
+
 def level(text: str) -> Level:
     """A Level from its picture."""
     cells = {(row, column): sign for row, line in enumerate(text.split()) for column, sign in enumerate(line)}
