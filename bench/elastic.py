@@ -1,6 +1,6 @@
 """PEARL's own choice of roles and borrowing against every fixed one, at three loads, in whole jobs without devices.
 
-    python -m bench.elastic [--loads full,split,lend] [--steps N] [--jobs N] [--slowdown X] [--json]  (5 steps: 12 minutes)
+    python -m bench.elastic [--loads full,split,lend] [--steps N] [--jobs N] [--slowdown X] [--json]  (17 minutes)
 
 Claim: left to itself a job trains at least 0.95 times the tokens per second of the best fixed configuration, whatever the
 load. At one load splitting prefill from decode loses, at one it wins, at one lending the trainers' ranks pays. Real processes,

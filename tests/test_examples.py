@@ -9,8 +9,6 @@ from pathlib import Path
 import hf_models
 import pytest
 
-import pearl.engine
-
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -19,9 +17,8 @@ def test_the_code_of_the_roles_page_runs(tmp_path: Path) -> None:
     whole, reading_along = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     made, loop = whole.split("prefill.add_request", 1)
     folder = hf_models.save(hf_models.dense(), tmp_path / "model")
-    names = {name: getattr(pearl.engine, name) for name in ("Engine", "EngineConfig", "Role", "SamplingParams")}
     code = f"{made}{reading_along}prefill.add_request{loop}"
-    exec(compile(code, "docs/roles.md", "exec"), names | {"FOLDER": folder, "ids": hf_models.prompt(20)})
+    exec(compile(code, "docs/roles.md", "exec"), {"FOLDER": folder, "ids": hf_models.prompt(20)})
 
 
 def test_roles_change_under_load_and_the_picture_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
